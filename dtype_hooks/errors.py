@@ -1,0 +1,38 @@
+"""Errors that this package raises.
+
+::
+
+    ValueError
+    └── DtypeHooksError          everything below; catch this one
+        ├── ConfigError          an argument or a config key that cannot be used
+        ├── SelectionError       patterns that match nothing (``strict=True``) or claim a method twice
+        ├── OverrideError        a module or method that cannot compute in the asked dtype
+        └── MissingDependencyError   an optional package is absent (also an ``ImportError``)
+
+All derive from :class:`ValueError` because mmengine's ``Runner.call_hook`` re-raises a ``TypeError`` of a
+hook without its traceback.
+
+Every message has the form ``<where>: got <repr>; expected <set or range>; <one thing to do>``.
+"""
+
+from __future__ import annotations
+
+
+class DtypeHooksError(ValueError):
+    """Base class of every error raised on purpose by this package."""
+
+
+class ConfigError(DtypeHooksError):
+    """An argument or a config key that cannot be used."""
+
+
+class SelectionError(DtypeHooksError):
+    """Patterns that match nothing under ``strict=True``, or two rules that claim one method."""
+
+
+class OverrideError(DtypeHooksError):
+    """A module or method that cannot compute in the asked dtype."""
+
+
+class MissingDependencyError(DtypeHooksError, ImportError):
+    """An optional package is absent; the message says what to install."""
