@@ -1,0 +1,63 @@
+"""Numerics hooks for mmengine trainers: which layer computes in which dtype, and proof that it did.
+
+Importing this package registers its hooks in mmengine's ``HOOKS``, for use in a config::
+
+    custom_imports = dict(imports=["dtype_hooks"])
+    custom_hooks = [dict(type="DtypeOverrider", patterns=["norm"], dtype="float32", verbose=True)]
+
+Without mmengine, or where it cannot be imported, the functions on torch alone work all the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from dtype_hooks.core.dtypes import DTYPES, resolve_dtype
+from dtype_hooks.core.override import OverrideHandle, override_dtype
+from dtype_hooks.errors import (
+    ConfigError,
+    DtypeHooksError,
+    MissingDependencyError,
+    OverrideError,
+    SelectionError,
+)
+from dtype_hooks.version import __version__
+
+if TYPE_CHECKING:
+    from dtype_hooks.hooks import DtypeOverrider
+
+__all__ = [
+    "DTYPES",
+    "ConfigError",
+    "DtypeHooksError",
+    "DtypeOverrider",
+    "MissingDependencyError",
+    "OverrideError",
+    "OverrideHandle",
+    "SelectionError",
+    "__version__",
+    "override_dtype",
+    "resolve_dtype",
+]
+
+_NEEDS_MMENGINE = frozenset({"DtypeOverrider"})
+
+try:
+    import mmengine.hooks
+    import mmengine.runner  # noqa: F401
+except ImportError as error:  # absent, or opencv-python without libGL
+    _mmengine_error: ImportError | None = error
+    __all__ = [name for name in __all__ if name not in _NEEDS_MMENGINE]
+else:
+    _mmengine_error = None
+    from dtype_hooks.hooks import DtypeOverrider
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _NEEDS_MMENGINE:
+        raise MissingDependencyError(
+            f"dtype_hooks.{name}: got no usable mmengine ({_mmengine_error}); expected mmengine >= 0.10.7. "
+            "Run: pip install 'mmengine>=0.10.7' (where libGL.so.1 is missing: apt-get install libgl1, or "
+            "pip install --force-reinstall --no-deps opencv-python-headless)."
+        ) from _mmengine_error
+    raise AttributeError(f"module 'dtype_hooks' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The arithmetic and the bookkeeping, on torch alone: neither mmengine nor rich is imported here."""

@@ -1,0 +1,1 @@
+"""Rows in, rich tables out: the only room that knows rich."""

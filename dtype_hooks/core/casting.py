@@ -1,0 +1,96 @@
+"""Casting of the floating tensors inside nested arguments and outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in it cast to ``dtype``.
+
+    Reaches through tuples, named tuples, lists, dicts (subclasses too, such as the outputs of the transformers
+    package) and dataclasses. Integer, bool and complex tensors and all other values stay the same objects; a
+    container in which nothing changes is returned itself, otherwise a new one of the same type.
+    """
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with ``fn`` applied to every tensor in it; an unchanged container is returned itself."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return _map_dict(fn, value)
+    if isinstance(value, (tuple, list)):
+        return _map_sequence(fn, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(fn, value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that :func:`map_tensors` would visit, in its order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in _fields(value).values():
+            yield from tensors_in(item)
+
+
+def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    items = [map_tensors(fn, item) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    cls = type(value)
+    if cls is list or cls is tuple:
+        return cls(items)
+    if hasattr(cls, "_make"):  # a named tuple; its own __new__ may want other arguments
+        return cls._make(items)
+    return cls(items)
+
+
+def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> dict:
+    items = {key: map_tensors(fn, item) for key, item in value.items()}
+    if all(items[key] is item for key, item in value.items()):
+        return value
+    if type(value) is dict:
+        return items
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, items)
+    if dataclasses.is_dataclass(value):  # transformers' ModelOutput: a dict and a dataclass in one
+        return type(value)(**items)
+    if type(value) is OrderedDict:
+        return OrderedDict(items)
+    result = copy.copy(value)
+    for key, item in items.items():
+        result[key] = item
+    return result
+
+
+def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    old = _fields(value)
+    new = {name: map_tensors(fn, item) for name, item in old.items()}
+    if all(new[name] is item for name, item in old.items()):
+        return value
+    result = copy.copy(value)
+    for name, item in new.items():
+        object.__setattr__(result, name, item)  # frozen ones too, and no __post_init__ a second time
+    return result
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
