@@ -114,7 +114,9 @@ def _guarded(load: Callable[..., Any], extra: tuple[Any, ...]) -> Callable[..., 
         try:
             with checkpoint_globals(extra):
                 checkpoint = load(filename, *args, **kwargs)
-        except (pickle.UnpicklingError, EOFError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a file of another kind makes the unpickler fail in any way
             raise ConfigError(_refusal(filename, error)) from error
         return _without_code(filename, checkpoint)
 
@@ -124,7 +126,7 @@ def _guarded(load: Callable[..., Any], extra: tuple[Any, ...]) -> Callable[..., 
 def _refusal(filename: Any, error: BaseException) -> str:
     found = _REFUSED.search(str(error))
     if found is None:
-        detail = str(error).split("WeightsUnpickler error:")[-1].split("\n\nCheck the documentation")[0]
+        detail = f"{type(error).__name__}: {error}".split("WeightsUnpickler error:")[-1].split("Check the doc")[0]
         return (
             f"checkpoint: got {str(filename)!r}; expected a file written by mmengine's CheckpointHook or torch.save "
             f"that loads with weights_only=True ({' '.join(detail.split())}); give another file"
@@ -176,6 +178,7 @@ def _mmengine_globals() -> list[Any]:
         (_statistic, "builtins.getattr"),
         (_plain_dtype, "numpy.dtype"),
         (_ndarray, "numpy.ndarray"),
+        (_empty_bytes, "builtins.bytes"),
         # torch asks whether the object that it builds is of an allowed class. No pickle can name this one: the
         # names in a pickle end at the end of their line.
         (np.ndarray, "numpy\nndarray"),
@@ -213,6 +216,11 @@ def _plain_dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype:
 def _ndarray(*args: Any, **kwargs: Any) -> Any:
     """Stand in for the name ``numpy.ndarray``, which a checkpoint only hands to ``_reconstruct``."""
     raise pickle.UnpicklingError("numpy.ndarray is called, which no array saved by torch.save does")
+
+
+def _empty_bytes() -> bytes:
+    """Stand in for ``bytes``, which pickle calls for the data of an empty array; other bytes it encodes."""
+    return b""
 
 
 def _empty_array(subtype: Any, shape: Any, code: Any) -> np.ndarray:
