@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, nn, set_autocast_enabled
+from torch.compiler import is_compiling
 
 from dtype_hooks.errors import OverrideError
 
@@ -21,10 +24,21 @@ from .native import native_output_dtypes, stored_dtype
 FIRST_CALLS = 3
 """How many eager calls are looked at for inputs that the rule does not cast."""
 
+CASTS: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        torch.float16: Tensor.half,
+        torch.bfloat16: Tensor.bfloat16,
+        torch.float32: Tensor.float,
+        torch.float64: Tensor.double,
+    }
+)
+"""The same as ``Tensor.to(dtype)``, 1 us quicker each."""
+
 _autocast_outside: ContextVar[str | None] = ContextVar("dtype_hooks_autocast_outside", default=None)
 """Inside an override that has kept-out modules: the device type whose autocast it turned off, or ""."""
 
-Slot = tuple[dict[str, Any], str, Tensor]
+Slot = tuple[Any, str, Tensor, Tensor]
+"""A module's ``_parameters`` or ``_buffers``, a name in it, the tensor stored there and its cast."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,12 @@ class OverriddenMethod:
         self.notes: dict[str, str] = {}
         self.native: dict[tuple, list[torch.dtype] | torch.dtype] = {}
         self.below: tuple[nn.Module, ...] = (module,)
+        self.rnns: tuple[nn.RNNBase, ...] = ()
+        self.ties = False
         self.kept_out: tuple[OverriddenMethod, ...] = ()
         self.outside: str | None = None
         self.second_device: str | None = None
+        self.unusual = previous is not None
         self.gate = Gate()
 
     def claim(self, claims: tuple[Claim, ...]) -> None:
@@ -89,6 +106,17 @@ class OverriddenMethod:
         self.claims = claims
         self.dtype = next((c.dtype for c in claims if c.dtype is not None), None)
         self.cast_all = any(c.cast_all for c in claims)
+
+    def look_below(self, modules: tuple[nn.Module, ...], kept_out: tuple[OverriddenMethod, ...]) -> None:
+        """Set the modules whose parameters and buffers are cast for the length of a call, and those left out of it."""
+        self.kept_out = kept_out
+        self.unusual = bool(kept_out or self.previous is not None or self.second_device is not None)
+        tensors = [
+            t for m in modules for held in (m._parameters, m._buffers) for t in held.values() if t is not None
+        ]
+        self.below = modules
+        self.rnns = tuple(m for m in modules if isinstance(m, nn.RNNBase))
+        self.ties = len({id(tensor) for tensor in tensors}) < len(tensors)
 
     @property
     def called(self) -> bool:
@@ -109,7 +137,7 @@ class OverriddenMethod:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         if compiling:
             if torch.compiler.is_dynamo_compiling():
                 trace_backward_without_autocast()
@@ -127,14 +155,16 @@ class OverriddenMethod:
         if given is dtype:
             y = self._compute(dtype, x, args, kwargs, compiling)
         elif x.is_floating_point():
-            cast = x.to(dtype)
+            cast = x.to(dtype) if compiling else CASTS[dtype](x)
             y = self._compute(dtype, x, (cast, *args[1:]), kwargs, compiling)
             if not compiling and changed_in_place(cast):
                 y = _hand_back_in_place(x, cast, y)
         else:
             return self._call_without_float(dtype, x, args, kwargs, compiling)
         if isinstance(y, Tensor):
-            return y if y.dtype is given or not y.is_floating_point() else y.to(given)
+            if y.dtype is given or not y.is_floating_point():
+                return y
+            return y.to(given) if compiling or given not in CASTS else CASTS[given](y)
         return cast_floating(y, given)
 
     def _original(self, args: tuple, kwargs: dict) -> Any:
@@ -177,11 +207,11 @@ class OverriddenMethod:
         if outside is None or x is None:
             return self._original(args, kwargs)
         if outside and not autocast_is_on(outside):
-            torch.set_autocast_enabled(outside, True)
+            set_autocast_enabled(outside, True)
             try:
                 y = self._original(args, kwargs)
             finally:
-                torch.set_autocast_enabled(outside, False)
+                set_autocast_enabled(outside, False)
         else:
             y = self._original(*cast_floating((args, kwargs), stored_dtype(self.module)))
         return cast_floating(y, x.dtype)
@@ -189,67 +219,94 @@ class OverriddenMethod:
     # ---- the region
 
     def _compute(self, dtype: torch.dtype, at: Tensor, args: tuple, kwargs: dict, compiling: bool) -> Any:
-        """Run the original method in ``dtype``; ``at`` says on which device."""
-        device = at.device.type
+        """Run the original method in ``dtype``; ``at`` says on which device.
+
+        The common case, nothing to cast and autocast on or off, is written out here: each call that it saves is
+        felt in a tiny norm.
+        """
+        device = "cpu" if at.is_cpu else at.device.type  # three times as quick as the latter alone
         if compiling:
-            return self._swapped(dtype, device, self._foreign(dtype), args, kwargs, compiling)
+            return self._swapped(dtype, device, args, kwargs, compiling)
         gate = self.gate
-        if not gate.swaps and not self._foreign(dtype) and not gate.swaps:  # the flag once more: see Gate
-            return self._swapped(dtype, device, [], args, kwargs, compiling)
-        gate.swaps = True
-        with gate.lock:
-            return self._swapped(dtype, device, self._foreign(dtype), args, kwargs, compiling)
-
-    def _foreign(self, dtype: torch.dtype) -> list[Slot]:
-        """Floating parameters and buffers that are stored in another dtype."""
-        return [
-            (held, name, tensor)
-            for module in self.below
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
-            if tensor is not None and tensor.dtype is not dtype and tensor.is_floating_point()
-        ]
-
-    def _swapped(
-        self, dtype: torch.dtype, device: str, slots: list[Slot], args: tuple, kwargs: dict, compiling: bool
-    ) -> Any:
-        if not slots:
+        if gate.swaps or self._has_foreign(dtype) or gate.swaps:  # the flag a second time: see Gate
+            gate.swaps = True
+            with gate.lock:
+                return self._swapped(dtype, device, args, kwargs, compiling)
+        if self.unusual or device == "meta" or not is_autocast_enabled(device):
             return self._without_autocast(device, args, kwargs, compiling)
-        rnns = [(m, m._flat_weights, m._flat_weight_refs) for m in self.below if isinstance(m, nn.RNNBase)]
-        casts: list[Tensor] = []
+        set_autocast_enabled(device, False)
         try:
-            _swap_in(slots, dtype, casts)
+            module = self.module
+            return getattr(type(module), self.name)(module, *args, **kwargs)
+        finally:
+            set_autocast_enabled(device, True)
+
+    def _has_foreign(self, dtype: torch.dtype) -> bool:
+        """Whether a floating parameter or buffer is stored in another dtype."""
+        for module in self.below:
+            for tensor in module._parameters.values():
+                if tensor is not None and tensor.dtype is not dtype and tensor.is_floating_point():
+                    return True
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.dtype is not dtype and buffer.is_floating_point():
+                    return True
+        return False
+
+    def _swapped(self, dtype: torch.dtype, device: str, args: tuple, kwargs: dict, compiling: bool) -> Any:
+        """Run with casts in the place of what is stored in another dtype."""
+        slots: list[Slot] = []
+        rnns = [(m, m._flat_weights, m._flat_weight_refs) for m in self.rnns]
+        cast = self._caster(dtype, compiling)
+        try:
+            for module in self.below:
+                for held in (module._parameters, module._buffers):
+                    if held:
+                        _swap_in(held, dtype, cast, slots)
             return self._without_autocast(device, args, kwargs, compiling)
         finally:
-            _swap_out(slots, casts, compiling)
+            for held, name, stored, ours in slots:
+                if held.get(name) is ours:
+                    held[name] = stored
+                else:
+                    _keep_replacement(held, name, stored)
+                if not stored.requires_grad and _was_written(stored, ours, compiling):
+                    _write_back(stored, ours)
             for rnn, flat, refs in rnns:  # its forward had collected the casts in lists of its own
                 rnn._flat_weights, rnn._flat_weight_refs = flat, refs
+
+    def _caster(self, dtype: torch.dtype, compiling: bool) -> Callable[[Tensor], Tensor]:
+        if self.ties:
+            return CastOnce(dtype)
+        if compiling:
+            return lambda tensor: tensor.to(dtype)
+        return CastOnce(dtype) if torch.is_inference_mode_enabled() else CASTS[dtype]
 
     def _without_autocast(self, device: str, args: tuple, kwargs: dict, compiling: bool) -> Any:
         if self.second_device is not None or self.kept_out:
             return self._without_autocast_slowly(device, args, kwargs, compiling)
         if not autocast_is_on(device):
             return self._original(args, kwargs)
-        if compiling and torch.compiler.is_exporting():  # a region becomes part of the graph, a raw toggle does not
+        if compiling and torch.compiler.is_exporting():
+            # A region becomes part of the exported graph, a raw toggle does not.
             with torch.autocast(device, enabled=False):
                 return self._original(args, kwargs)
-        torch.set_autocast_enabled(device, False)
+        set_autocast_enabled(device, False)
         try:
             return self._original(args, kwargs)
         finally:
-            torch.set_autocast_enabled(device, True)
+            set_autocast_enabled(device, True)
 
     def _without_autocast_slowly(self, device: str, args: tuple, kwargs: dict, compiling: bool) -> Any:
         devices = [d for d in (device, self.second_device) if d is not None and autocast_is_on(d)]
         outside = devices[0] if devices else ""
         before = self._tell_kept_out(outside, compiling)
         for each in devices:
-            torch.set_autocast_enabled(each, False)
+            set_autocast_enabled(each, False)
         try:
             return self._original(args, kwargs)
         finally:
             for each in devices:
-                torch.set_autocast_enabled(each, True)
+                set_autocast_enabled(each, True)
             self._untell_kept_out(before, compiling)
 
     def _tell_kept_out(self, outside: str, compiling: bool) -> Any:
@@ -278,6 +335,7 @@ class OverriddenMethod:
         own = next(self.module.parameters(), None)
         if x is not None and own is not None and own.device.type != x.device.type:
             self.second_device = own.device.type
+            self.unusual = True
         if not self.cast_all:
             self._note_what_first_misses(args, kwargs)
 
@@ -310,7 +368,7 @@ class OverriddenMethod:
 
 def autocast_is_on(device: str) -> bool:
     """Whether autocast is on for the device type; there is none for ``meta``, where torch raises."""
-    return device != "meta" and torch.is_autocast_enabled(device)
+    return device != "meta" and is_autocast_enabled(device)
 
 
 def changed_in_place(cast: Tensor) -> bool:
@@ -333,34 +391,48 @@ def _cast_outputs(y: Any, dtypes: list[torch.dtype] | torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(next(rest)) if tensor.is_floating_point() else tensor, y)
 
 
-def _swap_in(slots: list[Slot], dtype: torch.dtype, casts: list[Tensor]) -> None:
-    made: dict[
-        Tensor, Tensor
-    ] = {}  # a tied parameter is cast once, so that its gradient is summed in ``dtype``
-    for held, name, tensor in slots:
-        cast = made.get(tensor)
-        if cast is None:
-            cast = made[tensor] = _cast_with_version(tensor, dtype)
-        held[name] = cast
-        casts.append(cast)
+class CastOnce:
+    """Casts each tensor once, so that the gradient of a tied parameter is summed in ``dtype``.
+
+    In inference mode the casts are ordinary tensors; inference tensors would not tell whether they were written to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.made: dict[Tensor, Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor not in self.made:
+            self.made[tensor] = self._cast(tensor)
+        return self.made[tensor]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        if is_compiling() or not torch.is_inference_mode_enabled():
+            return tensor.to(self.dtype)
+        with torch.inference_mode(False):
+            return tensor.detach().to(self.dtype)
 
 
-def _cast_with_version(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # an inference tensor would not tell whether it was written to
-            return tensor.detach().to(dtype)
-    return tensor.to(dtype)
+def _swap_in(held: Any, dtype: torch.dtype, cast: Callable[[Tensor], Tensor], slots: list[Slot]) -> None:
+    for name, stored in held.items():
+        if stored is not None and stored.dtype is not dtype and stored.is_floating_point():
+            ours = cast(stored)
+            held[name] = ours
+            slots.append((held, name, stored, ours))
 
 
-def _swap_out(slots: list[Slot], casts: list[Tensor], compiling: bool) -> None:
-    for (held, name, stored), cast in zip(slots, casts, strict=False):
-        now = held.get(name)
-        if now is cast:
-            held[name] = stored
-            if not isinstance(stored, nn.Parameter) and (compiling or changed_in_place(cast)):
-                _write_back(stored, cast)
-        elif isinstance(now, Tensor) and not isinstance(now, nn.Parameter) and now.is_floating_point():
-            held[name] = now.to(stored.dtype)  # the method put another buffer there
+def _keep_replacement(held: dict[str, Any], name: str, stored: Tensor) -> None:
+    """The method itself has put something else there; a buffer goes on in its stored dtype."""
+    now = held.get(name)
+    if isinstance(now, Tensor) and not isinstance(now, nn.Parameter) and now.is_floating_point():
+        held[name] = now.to(stored.dtype)
+
+
+def _was_written(stored: Tensor, cast: Tensor, compiling: bool) -> bool:
+    """Whether the method changed the cast of a buffer; a compiled graph cannot tell and writes back in any case."""
+    if compiling:
+        return not isinstance(stored, nn.Parameter)
+    return changed_in_place(cast)
 
 
 def _write_back(stored: Tensor, cast: Tensor) -> None:

@@ -257,12 +257,12 @@ class OverrideHandle:
 
     def _let_go(self, methods: Iterator[tuple[nn.Module, str]] | Sequence[tuple[nn.Module, str]]) -> None:
         for module, method in methods:
-            override = find_override(module, method)
-            if override is None:
+            held = find_override(module, method)
+            if held is None:
                 continue  # somebody has deleted it
-            override.claim(tuple(claim for claim in override.claims if claim.owner != self._id))
-            if not override.claims and module.__dict__.get(method) is override:
-                _restore(override)
+            held.claim(tuple(claim for claim in held.claims if claim.owner != self._id))
+            if not held.claims and held is module.__dict__.get(method):
+                _restore(held)
 
 
 def override_dtype(
@@ -334,10 +334,10 @@ def link(model: nn.Module) -> None:
     """Tell every override in ``model`` what is below it. Run after each change; cheap, and no state of its own."""
     overrides = list(overrides_in(model))
     for override in overrides:
-        override.below = tuple(_subtree(override))
         inside = {id(module) for module in override.module.modules()}
         lower = [o for o in overrides if id(o.module) in inside and o.module is not override.module]
-        override.kept_out = tuple(o for o in lower if o.dtype is None) if override.dtype is not None else ()
+        kept_out = tuple(o for o in lower if o.dtype is None) if override.dtype is not None else ()
+        override.look_below(tuple(_subtree(override)), kept_out)
         for other in lower:
             other.gate = override.gate
 
