@@ -134,9 +134,7 @@ def test_python_style_child_inherits_hooks(write):
     child = "from mmengine.config import read_base\n\nwith read_base():\n    from .parent import *\n\nhooks[0].update(momentum=0.25)\n"
     cfg = prepare_config(as_config(child, write))
     assert names(cfg) == ["ParamSchedulerHook", "EMAHook"]
-    assert (
-        built(cfg)[1].momentum if hasattr(built(cfg)[1], "momentum") else cfg.custom_hooks[1].momentum == 0.25
-    )
+    assert cfg.custom_hooks[1]["momentum"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_refused_config_is_unchanged():
 
 
 def test_custom_hooks_that_are_no_list_are_refused():
-    with pytest.raises(ConfigError, match="^custom_hooks: got .*expected a list of hooks"):
+    with pytest.raises(ConfigError, match=r"^custom_hooks: got .*expected a list of hooks"):
         prepare_config({"hooks": [{"type": "EMAHook"}], "custom_hooks": {"ema": {"type": "EMAHook"}}})
 
 
@@ -224,13 +222,11 @@ def test_config_without_hooks_is_unchanged(write):
 )
 def test_old_key_gives_one_warning_with_its_replacement(key, value, replacement):
     cfg = {key: value}
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="does not read; use") as caught:
         prepare_config(cfg)
     assert len(caught) == 1
     assert repr(key) in str(caught[0].message)
-    assert f"does not read; use {replacement}" in str(caught[0].message) or replacement in str(
-        caught[0].message
-    )
+    assert replacement in str(caught[0].message)
     assert caught[0].filename == __file__
     assert cfg == {key: value}
 
