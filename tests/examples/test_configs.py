@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.runner import Runner
+
+SMALL_GPT = {
+    "model.dim": 64,
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "train_dataloader.batch_size": 16,
+    "train_cfg.max_iters": 30,
+}
+
+
+def logged(runner: Runner, name: str) -> list[float]:
+    """The values of one name in the run's scalars.json, in the order they were logged."""
+    lines = (Path(runner.log_dir) / "vis_data" / "scalars.json").read_text().splitlines()
+    return [entry[name] for entry in map(json.loads, lines) if name in entry]
+
+
+def checkpoints_of(runner: Runner) -> set[str]:
+    return {path.name for path in Path(runner.work_dir).glob("*.pth")}
+
+
+def weights_are_equal(one: Runner, other: Runner) -> bool:
+    states = one.model.state_dict(), other.model.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0]
+    )
+
+
+def test_gpt_learns_within_thirty_iterations_and_logs_beside_the_baselines(train):
+    runner = train("gpt_pydoc.py", SMALL_GPT)
+
+    train_losses, (val_bpc,) = logged(runner, "loss")[:-1], logged(runner, "bpc")[-1:]
+    assert len(train_losses) == 30
+    assert train_losses[0] == pytest.approx(4.57, abs=0.1)
+    assert val_bpc < logged(runner, "unigram_bpc")[0]
+    assert logged(runner, "bigram_bpc")[0] < logged(runner, "unigram_bpc")[0]
+    assert checkpoints_of(runner) == {"iter_30.pth"}
+
+
+def test_gpt_in_the_python_style_trains_to_the_same_weights(train):
+    short = {**SMALL_GPT, "train_cfg.max_iters": 3}
+
+    classic = train("gpt_pydoc.py", short, work_dir="classic")
+    lazy = train("gpt_pydoc_lazy.py", short, work_dir="lazy")
+
+    assert weights_are_equal(classic, lazy)
+
+
+def test_norms_and_head_compute_in_float32_under_the_config(train):
+    dtypes = {}
+
+    runner = train("gpt_pydoc.py", {**SMALL_GPT, "train_cfg.max_iters": 1})
+    for name in ("blocks.0.attn", "blocks.0.norm1", "head"):
+        runner.model.get_submodule(name).register_forward_hook(
+            lambda module, inputs, output, name=name: dtypes.update({name: output.dtype})
+        )
+    runner.model(torch.zeros(1, 8, dtype=torch.int64))
+
+    # The overrides outlive the training: without them the head gives bfloat16.
+    assert dtypes == {"blocks.0.attn": torch.bfloat16, "blocks.0.norm1": torch.float32, "head": torch.float32}
+
+
+def test_digits_are_told_apart_within_sixty_iterations(train):
+    runner = train("digits_resnet.py", {"train_cfg.max_iters": 60, "val_dataloader.batch_size": 64})
+
+    losses = logged(runner, "loss")
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.5
+    assert logged(runner, "accuracy")[-1] > 90
+    assert checkpoints_of(runner) == {"iter_60.pth"}
+    assert runner.test()["accuracy"] > 90
