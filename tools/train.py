@@ -224,7 +224,8 @@ def report(message: str) -> None:
     say(f"error: {line}")
     note = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if note:
-        Path(note).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(note).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def say(line: str) -> None:

@@ -19,7 +19,7 @@ import mmengine
 import torch
 from mmengine.config import Config
 from mmengine.config.lazy import LazyAttr, LazyObject
-from mmengine.registry import Registry
+from mmengine.registry import OPTIMIZERS, Registry
 
 from dtype_hooks.hooks.config import nearest
 
@@ -88,6 +88,9 @@ def _explain(error: BaseException, builder: FrameType, inner: list[FrameType], c
     unexpected = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
     if unexpected and _gave_argument(builder, inner, unexpected.group(1), unexpected.group(2)):
         return _unexpected_argument(builder, unexpected.group(1), unexpected.group(2), cfg)
+    optimizer = _unknown_optimizer(inner)
+    if optimizer is not None:
+        return _unknown_type(OPTIMIZERS, optimizer, cfg)
     if any(map(_is_foreign, inner)):
         return None
     if isinstance(error, KeyError) and isinstance(kind, str) and "is not in the" in _text(error):
@@ -99,7 +102,7 @@ def _explain(error: BaseException, builder: FrameType, inner: list[FrameType], c
 def _gave_argument(builder: FrameType, inner: list[FrameType], owner: str, argument: str) -> bool:
     """Whether the config gave the argument: to the class built, or to one of its bases through ``**kwargs``."""
     given = any(isinstance(value, dict) and argument in value for value in builder.f_locals.values())
-    handed_up = owner in {base.__name__ for base in _bases(_built(builder))}
+    handed_up = owner in {base.__name__ for base in _bases(builder.f_locals.get("obj_cls"))}
     return given and (not inner or (handed_up and all(frame.f_code.co_name == "__init__" for frame in inner)))
 
 
@@ -109,24 +112,32 @@ def _bases(built: Any) -> tuple[Any, ...]:
 
 def _unexpected_argument(builder: FrameType, owner: str, argument: str, cfg: Any) -> str:
     kind = _kind(builder)
-    known = _arguments(_built(builder))
+    # mmengine's own loops are not built by the registry but called by their names
+    known = _arguments(builder.f_locals.get("obj_cls", builder.f_globals.get(owner)))
     place = _place(cfg, kind, argument)
     near = nearest(argument, known) or sorted(known)
-    expected = (
-        f"expected one of its arguments, as {_quoted(near)}" if near else "expected one of its arguments"
-    )
+    expected = "expected one of its arguments" + (f", as {_quoted(near)}" if near else "")
     return (
         f"{f'{place}.' if place else ''}{argument}: got an argument that {_type_name(kind) or owner} does not have; "
         f"{expected}; mend the name"
     )
 
 
+def _unknown_optimizer(inner: list[FrameType]) -> str | None:
+    """The optimizer's name, if mmengine has looked it up and then asked what it found, None, for its signature."""
+    given = [frame.f_locals.get("optimizer_cfg") for frame in inner if _is_of_mmengine(frame)]
+    names = [
+        config["type"] for config in given if isinstance(config, dict) and isinstance(config.get("type"), str)
+    ]
+    return next((name for name in names if OPTIMIZERS.get(name) is None), None)
+
+
 def _unknown_type(registry: Registry, name: str, cfg: Any) -> str:
     near = nearest(name.split(".")[-1], _registered(registry))
     hint = f"nearest: {_quoted(near)}; mend the name" if near else "mend the name"
-    place = _place(cfg, name)
+    place = "runner_type" if registry.name == "runner" else f"{_place(cfg, name)}.type".lstrip(".")
     return (
-        f"{f'{place}.' if place else ''}type: got {name!r}; expected a name in the registry "
+        f"{place}: got {name!r}; expected a name in the registry "
         f"{registry.scope}::{registry.name}; {hint}, or name its module in custom_imports"
     )
 
@@ -184,10 +195,6 @@ def _type_name(kind: Any) -> str:
 
 def _kind(builder: FrameType) -> Any:
     return builder.f_locals.get("obj_type", builder.f_locals.get("scheduler_type"))
-
-
-def _built(builder: FrameType) -> Any:
-    return builder.f_locals.get("obj_cls", builder.f_locals.get("scheduler_cls"))
 
 
 def _is_builder(frame: FrameType) -> bool:

@@ -34,6 +34,10 @@ def build_runner(cfg: Config) -> Any:
     Raises:
         ConfigError: as for :func:`prepare_distributed`; mmengine's own errors pass through.
     """
+    if _is_flexible(cfg) and cfg.get("env_cfg") is None:
+        cfg["env_cfg"] = {
+            "dist_cfg": {"backend": "nccl"}
+        }  # its own default, which its from_cfg loses and then needs
     if cfg.get("launcher", "none") != "none":
         prepare_distributed(cfg)
     return RUNNERS.build(cfg)
@@ -59,7 +63,7 @@ def prepare_distributed(cfg: Config) -> None:
         return
     if not is_distributed():
         _start_gloo(launcher, (cfg.get("env_cfg") or {}).get("dist_cfg") or {})
-    if _is_subclass(_resolved(RUNNERS, cfg.get("runner_type")), FlexibleRunner):
+    if _is_flexible(cfg):
         _default_strategy(cfg)
     else:
         _default_wrapper(cfg)
@@ -105,6 +109,10 @@ def _default_device_ids(wrapper: Any) -> None:
     wrapper.setdefault("type", "MMDistributedDataParallel")
     if _is_subclass(_resolved(MODEL_WRAPPERS, wrapper["type"]), DistributedDataParallel):
         wrapper.setdefault("device_ids", None)
+
+
+def _is_flexible(cfg: Config) -> bool:
+    return _is_subclass(_resolved(RUNNERS, cfg.get("runner_type")), FlexibleRunner)
 
 
 def _is_subclass(kind: Any, base: type) -> bool:
