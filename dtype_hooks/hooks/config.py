@@ -241,8 +241,12 @@ def _check_new_key(node: Any, part: str, where: str, key: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The up to three names among ``known`` that look most like ``name``, the likest first; maybe none."""
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    """The up to three names among ``known`` that look most like ``name`` in any case, the likest first; maybe none."""
+    spellings: dict[str, list[str]] = {}
+    for word in known:
+        spellings.setdefault(word.lower(), []).append(word)
+    close = difflib.get_close_matches(name.lower(), spellings, n=3, cutoff=cutoff)
+    return [word for lower in close for word in spellings[lower]][:3]
 
 
 def _dotted(where: str, names: Iterable[str]) -> str:

@@ -95,7 +95,7 @@ def _explain(error: BaseException, builder: FrameType, inner: list[FrameType], c
         return None
     if isinstance(error, KeyError) and isinstance(kind, str) and "is not in the" in _text(error):
         return _unknown_type(builder.f_locals["registry"], kind, cfg)
-    place = _place(cfg, kind) or _type_name(kind) or "config"
+    place = _place(cfg, kind) or _type_name(kind) or f"config, in {builder.f_code.co_name}"
     return f"{place}: {type(error).__name__}: {_text(error)}; mend the config there"
 
 

@@ -459,8 +459,8 @@ CONFIGS = {
         "load_from = 'nowhere.pth'",
         r"load_from: got 'nowhere\.pth'; expected a checkpoint file; .*",
     ),
-    "train_cfg": ("train_cfg = 5", ".*TypeError: .*"),
-    "sampler": ("train_dataloader['sampler'] = 5", ".*TypeError: .*"),
+    "train_cfg": ("train_cfg = 5", "config, in build_train_loop: TypeError: .*"),
+    "sampler": ("train_dataloader['sampler'] = 5", "config, in build_dataloader: TypeError: .*"),
 }
 
 
