@@ -202,6 +202,8 @@ class OverriddenMethod:
 
     def _call_kept_out(self, args: tuple, kwargs: dict, compiling: bool) -> Any:
         """Excluded below an override: the autocast state outside, the parameters as stored."""
+        if not self.claims:
+            return self._original(args, kwargs)
         outside = self.outside if compiling else _autocast_outside.get()
         x = next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
         if outside is None or x is None:

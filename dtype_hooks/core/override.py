@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dtype_hooks.core.data_parallel import renew_reducers, sharded_by
+from dtype_hooks.core.dtypes import dtype_name, resolve_dtype
+from dtype_hooks.core.installed import (
+    block_fast_path,
+    check_device,
+    check_overridable,
+    find_override,
+    has_method,
+    layers_with_fast_path,
+    link,
+    never_called_by,
+    restore,
+)
+from dtype_hooks.core.overridden_method import Claim, OverriddenMethod
+from dtype_hooks.core.selection import Selected, Selection, SelectionResult, as_patterns, select
+from dtype_hooks.core.storage import (
+    Stored,
+    change_dtype,
+    check_storage,
+    claim_storage,
+    flatten_rnns,
+    plan_storage,
+    release_storage,
+)
 from dtype_hooks.errors import ConfigError, OverrideError, SelectionError
-
-from .dtypes import dtype_name, resolve_dtype
-from .naming import bare_module, named_bare_modules
-from .overridden_method import Claim, OverriddenMethod
-from .selection import Selected, Selection, SelectionResult, as_patterns, require_alive, select
 
 CAST_INPUTS = ("first", "all")
 
@@ -32,6 +50,8 @@ class OverrideRule:
     methods: tuple[str, ...] = ("forward",)
     cast_inputs: str = "first"
     strict: bool = False
+    override_parameters: bool = False
+    override_buffers: bool = False
     name: str = "override_dtype"
 
     @classmethod
@@ -44,6 +64,8 @@ class OverrideRule:
         exclude: str | Sequence[str] | None = None,
         cast_inputs: str = "first",
         strict: bool = False,
+        override_parameters: bool = False,
+        override_buffers: bool = False,
         name: str = "override_dtype",
     ) -> OverrideRule:
         """Validate the arguments of :func:`override_dtype`.
@@ -62,6 +84,8 @@ class OverrideRule:
             _as_methods(methods_to_override, f"{name}.methods_to_override"),
             cast_inputs,
             as_bool(strict, f"{name}.strict"),
+            as_bool(override_parameters, f"{name}.override_parameters"),
+            as_bool(override_buffers, f"{name}.override_buffers"),
             name,
         )
 
@@ -103,6 +127,7 @@ class OverrideHandle:
         model: The model it was asked of.
         warn: Whether calls that the rule does not cover warn at once; if not, read :meth:`notes`.
         records: The overridden methods, in order of the model's modules.
+        stored: The parameters and buffers that are stored in the dtype, each once.
         warnings: Sentences about patterns and methods that took nothing.
     """
 
@@ -110,40 +135,53 @@ class OverrideHandle:
     model: nn.Module
     warn: bool = True
     records: list[OverrideRecord] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     total: int = 0
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _kept_out: list[tuple[nn.Module, str]] = field(default_factory=list)
     _hooks: dict[int, RemovableHandle] = field(default_factory=dict)
 
-    def refresh(self) -> None:
-        """Select once more and override what is not yet; safe to call any number of times.
+    def refresh(self) -> bool:
+        """Select once more, override and store what is not yet; safe to call any number of times.
 
-        Needed when modules were added to the model or replaced in it. Nothing is touched when it raises.
+        Needed when modules were added to the model or replaced in it. Nothing is touched when it raises. Where a
+        stored dtype changed, the reducers of every DDP in :attr:`model` are built anew, which all ranks must do together.
+
+        Returns:
+            Whether a stored dtype changed.
 
         Raises:
-            SelectionError: Two rules claim a method with different dtypes; under ``strict``, a dead pattern.
-            OverrideError: A selected module cannot be overridden.
+            SelectionError: Two rules claim a method or a parameter with different dtypes; under ``strict``, a pattern or
+                a method that takes nothing.
+            OverrideError: A selected module cannot be overridden, or its parameters cannot be stored in the dtype.
         """
         result = select(self.model, self.rule.selection)
-        if self.rule.strict:
-            require_alive(result, self.rule.name)
         plan = list(self._plan(result))
+        dead = self._dead(result, plan)
+        if self.rule.strict and dead:
+            raise SelectionError(dead[0].replace("Mend it or drop it.", "Mend it, or drop strict=True."))
         for selected, method in plan:
             self._check(selected, method)
-        gone = [r for r in self.records if not any(r.module is s.module and r.method == m for s, m in plan)]
-        self._let_go((record.module, record.method) for record in gone)
+        storage = self._plan_storage(result, plan)
+        self._let_go_of_all_but(plan)
         self._install(plan, result)
+        changed = self._store(storage)
         self.total = result.total
-        self.warnings = self._warnings(result)
+        self.warnings = dead + cautions(self.rule, plan)
         link(self.model)
+        return changed
 
     def remove(self) -> None:
-        """Put back exactly what was there; other handles' overrides of the same methods stay."""
+        """Put back exactly what was there; other handles' overrides of the same methods stay.
+
+        Parameters return to the dtype that they were stored in, with the values that they have now.
+        """
         self._let_go((record.module, record.method) for record in self.records)
         self._let_go(self._kept_out)
         for hook in self._hooks.values():
             hook.remove()
+        self._unstore()
         self.records, self._kept_out, self._hooks = [], [], {}
         link(self.model)
 
@@ -177,6 +215,7 @@ class OverrideHandle:
     def _check(self, selected: Selected, method: str) -> None:
         where = f"{self.rule.name}: {selected.names[0]}.{method}"
         check_overridable(selected.module, method, where)
+        check_device(selected.module, self.rule.dtype, where)
         present = find_override(selected.module, method)
         for claim in present.claims if present is not None else ():
             if claim.dtype is not None and claim.dtype is not self.rule.dtype and claim.owner != self._id:
@@ -185,28 +224,55 @@ class OverrideHandle:
                     f"({dtype_name(self.rule.dtype)}) both claim '{selected.names[0]}.{method}'. Narrow one of them."
                 )
 
-    def _warnings(self, result: SelectionResult) -> list[str]:
+    def _dead(self, result: SelectionResult, plan: list[tuple[Selected, str]]) -> list[str]:
+        """What was asked for and takes nothing."""
         name = self.rule.name
         if self.rule.selection.is_empty:
             return [
                 f"{name}: no patterns and no class_patterns: nothing is overridden. Name modules, such as ['norm']."
             ]
         messages = result.dead_messages(name)
-        have = {record.method for record in self.records}
+        have = {method for _, method in plan}
         for method in self.rule.methods:
             if result.taken and method not in have:
                 messages.append(
                     f"{name}.methods_to_override: none of the {len(result.taken)} selected modules has a method "
                     f"{method!r}. Mend it or drop it."
                 )
-        if self.rule.strict and messages:
-            self.remove()
-            raise SelectionError(messages[0])
         if not result.taken and not messages:
             messages.append(
                 f"{name}: exclude takes away all that the patterns match: nothing is overridden. Narrow it."
             )
         return messages
+
+    def _plan_storage(self, result: SelectionResult, plan: list[tuple[Selected, str]]) -> list[Stored]:
+        rule = self.rule
+        if not (rule.override_parameters or rule.override_buffers):
+            return []
+        sharded = sharded_by(self.model)
+        if sharded is not None:
+            raise OverrideError(
+                f"{rule.name}.override_parameters: got a model sharded by {sharded}, which wants one dtype a unit; "
+                "expected an unsharded one. Cast the modules before sharding, or drop override_parameters."
+            )
+        computing = {id(selected.module) for selected, _ in plan}
+        for selected in result.taken:
+            self._check_that_weights_are_cast_with_it(selected, computing)
+        storage = plan_storage(
+            self.model, result.taken, rule.dtype, rule.override_parameters, rule.override_buffers
+        )
+        check_storage(self.model, storage, self._id, rule.name)
+        return storage
+
+    def _check_that_weights_are_cast_with_it(self, selected: Selected, computing: set[int]) -> None:
+        parent = never_called_by(self.model, selected.module)
+        if parent is None or id(parent) in computing or find_override(parent, "forward") is not None:
+            return
+        raise OverrideError(
+            f"{self.rule.name}.override_parameters: got {selected.names[0]!r}, whose weights its parent, a "
+            f"{type(parent).__name__}, reads without calling it, so nothing would cast its input; expected a module that is "
+            "called. Name the parent as well, or exclude it."
+        )
 
     # ---- putting on and taking off
 
@@ -234,6 +300,7 @@ class OverrideHandle:
 
     def _keep_out(self, result: SelectionResult) -> None:
         """Excluded modules below an overridden one get a claim that keeps them out of it."""
+        self._kept_out = []
         inside = {id(m) for module in self.modules for m in module.modules()}
         for selected in result.excluded:
             for method in self.rule.methods:
@@ -245,24 +312,47 @@ class OverrideHandle:
                     self._kept_out.append((selected.module, method))
 
     def _block_fast_paths(self) -> None:
-        """Attached hooks make nn.TransformerEncoderLayer call its children in eval mode too.
+        for layer in layers_with_fast_path(self.model, self.modules):
+            if id(layer) not in self._hooks:
+                self._hooks[id(layer)] = block_fast_path(layer)
 
-        Otherwise its fused kernel reads their weights and no override of a child is ever reached.
-        """
-        for layer in bare_module(self.model).modules():
-            if isinstance(layer, nn.TransformerEncoderLayer):
-                below = {id(module) for module in layer.modules()} - {id(layer)}
-                if id(layer) not in self._hooks and any(id(module) in below for module in self.modules):
-                    self._hooks[id(layer)] = layer.register_forward_pre_hook(_no_fast_path)
+    def _store(self, storage: list[Stored]) -> bool:
+        """Cast what is not in the dtype; returns whether there was anything."""
+        originals = {id(old.tensor): old.original for old in self.stored}
+        self.stored = [replace(new, original=originals.get(id(new.tensor), new.original)) for new in storage]
+        moved = [stored for stored in self.stored if stored.tensor.dtype is not stored.dtype]
+        for stored in self.stored:
+            claim_storage(stored.module, self._id, str(self.rule.selection), stored.dtype)
+        for stored in moved:
+            change_dtype(stored.tensor, stored.dtype)
+        self._after_change_of_dtype(moved)
+        return bool(moved)
 
-    def _let_go(self, methods: Iterator[tuple[nn.Module, str]] | Sequence[tuple[nn.Module, str]]) -> None:
+    def _unstore(self) -> None:
+        kept = {id(s.module): not release_storage(s.module, self._id) for s in self.stored}
+        moved = [s for s in self.stored if not kept[id(s.module)] and s.tensor.dtype is not s.original]
+        for stored in moved:
+            change_dtype(stored.tensor, stored.original)
+        self._after_change_of_dtype(moved)
+        self.stored = []
+
+    def _after_change_of_dtype(self, moved: list[Stored]) -> None:
+        if moved:
+            flatten_rnns(stored.module for stored in moved)
+            renew_reducers(self.model)
+
+    def _let_go_of_all_but(self, plan: list[tuple[Selected, str]]) -> None:
+        keep = {(id(selected.module), method) for selected, method in plan}
+        self._let_go((r.module, r.method) for r in self.records if (id(r.module), r.method) not in keep)
+
+    def _let_go(self, methods: Iterable[tuple[nn.Module, str]]) -> None:
         for module, method in methods:
             held = find_override(module, method)
             if held is None:
                 continue  # somebody has deleted it
             held.claim(tuple(claim for claim in held.claims if claim.owner != self._id))
-            if not held.claims and held is module.__dict__.get(method):
-                _restore(held)
+            if not held.claims:
+                restore(held)
 
 
 def override_dtype(
@@ -275,6 +365,8 @@ def override_dtype(
     exclude: str | Sequence[str] | None = None,
     cast_inputs: Literal["first", "all"] = "first",
     strict: bool = False,
+    override_parameters: bool = False,
+    override_buffers: bool = False,
 ) -> OverrideHandle:
     """Make chosen modules compute in ``dtype``, regardless of autocast and of what their parameters are stored in.
 
@@ -303,6 +395,10 @@ def override_dtype(
         exclude: Regexes on the dotted name; a module with a name in which one is found is not taken.
         cast_inputs: ``"first"``, or ``"all"`` for every floating tensor in args and kwargs, nested ones too.
         strict: Raise instead of warning when a pattern or a method takes nothing.
+        override_parameters: Also store the own floating parameters of each matched module (not its children's) in
+            ``dtype``. Each stays the same Parameter, tied ones stay tied, gradients in another dtype are dropped. Build the
+            optimizer's state afterwards. Under DDP pass the wrapped model, on every rank: its reducers are built anew.
+        override_buffers: The same for the own floating buffers.
 
     Returns:
         A handle with ``remove()``, ``records`` and ``warnings``; leaving ``with`` removes.
@@ -330,83 +426,17 @@ def override_dtype(
     return handle
 
 
-def link(model: nn.Module) -> None:
-    """Tell every override in ``model`` what is below it. Run after each change; cheap, and no state of its own."""
-    overrides = list(overrides_in(model))
-    for override in overrides:
-        inside = {id(module) for module in override.module.modules()}
-        lower = [o for o in overrides if id(o.module) in inside and o.module is not override.module]
-        kept_out = tuple(o for o in lower if o.dtype is None) if override.dtype is not None else ()
-        override.look_below(tuple(_subtree(override)), kept_out)
-        for other in lower:
-            other.gate = override.gate
-
-
-def overrides_in(model: nn.Module) -> Iterator[OverriddenMethod]:
-    """Every override in the bare model, parents before children."""
-    seen: set[int] = set()
-    for _, module in named_bare_modules(model):
-        if id(module) not in seen:
-            seen.add(id(module))
-            for value in list(module.__dict__.values()):
-                found = unwrap_to_override(value)
-                if found is not None and found.module is module:
-                    yield found
-
-
-def find_override(module: nn.Module, method: str) -> OverriddenMethod | None:
-    """The override of ``module.method``, also when somebody has wrapped it since (activation checkpointing)."""
-    return unwrap_to_override(module.__dict__.get(method))
-
-
-def unwrap_to_override(value: Any) -> OverriddenMethod | None:
-    """Follow ``__wrapped__`` (functools.wraps) and ``_torchdynamo_orig_callable`` (torch.compile) to an override."""
-    while value is not None:
-        if isinstance(value, OverriddenMethod):
-            return value
-        inside = getattr(value, "__dict__", None) or {}
-        value = inside.get("__wrapped__") or inside.get("_torchdynamo_orig_callable")
-    return None
-
-
-def has_method(module: nn.Module, method: str) -> bool:
-    """Whether there is something to override; a ModuleList has a ``forward`` that only raises."""
-    if method in module.__dict__:
-        return callable(module.__dict__[method])
-    found = getattr(type(module), method, None)
-    return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
-
-
-def check_overridable(module: nn.Module, method: str, where: str) -> None:
-    """Refuse what would not compute in the dtype, or only seem to.
-
-    Raises:
-        OverrideError: For scripted modules, static, class, generator and coroutine methods.
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise OverrideError(
-            f"{where}: got a scripted module; expected an eager one. Override it before torch.jit.script."
-        )
-    if method in module.__dict__:
-        return
-    found = inspect.getattr_static(type(module), method)
-    kinds: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-        ("a static method", lambda f: isinstance(f, staticmethod)),
-        ("a class method", lambda f: isinstance(f, classmethod)),
-        ("a generator", inspect.isgeneratorfunction),
-        ("a coroutine", inspect.iscoroutinefunction),
-        ("an async generator", inspect.isasyncgenfunction),
-    )
-    for kind, is_kind in kinds:
-        if is_kind(found):
-            raise OverrideError(
-                f"{where}: got {kind}; expected an ordinary method, whose body runs inside the call. Exclude the module."
-            )
-
-
-def read_by_parent(parent: nn.Module, child_name: str) -> bool:
-    """Whether the parent reads the child's weights and never calls it: nn.MultiheadAttention.out_proj."""
-    return isinstance(parent, nn.MultiheadAttention) and child_name == "out_proj"
+def cautions(rule: OverrideRule, plan: list[tuple[Selected, str]]) -> list[str]:
+    """What is done as asked and is likely to hurt."""
+    if rule.dtype not in (torch.float16, torch.bfloat16):
+        return []
+    norms = [s.names[0] for s, _ in plan if isinstance(s.module, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return []
+    return [
+        f"{rule.name}: {len(norms)} BatchNorms ({norms[0]!r}, ...) update their running statistics in "
+        f"{dtype_name(rule.dtype)}, which stall far from the true mean and variance. Exclude them."
+    ]
 
 
 def as_bool(value: bool, where: str) -> bool:
@@ -430,34 +460,6 @@ def _as_methods(value: str | Sequence[str] | None, where: str) -> tuple[str, ...
     if not methods:
         raise ConfigError(f"{where}: got {value!r}; expected at least one method. Write ['forward'].")
     return tuple(dict.fromkeys(methods))
-
-
-def _subtree(override: OverriddenMethod) -> Iterator[nn.Module]:
-    """The modules whose parameters ``override`` casts: all below but those that another dtype's override holds."""
-    seen: set[int] = set()
-    rest = [override.module]
-    while rest:
-        module = rest.pop()
-        seen.add(id(module))
-        yield module
-        for name, child in module._modules.items():
-            if child is None or id(child) in seen:
-                continue
-            own = find_override(child, "forward")
-            if own is None or own.dtype is override.dtype or read_by_parent(module, name):
-                rest.append(child)
-                seen.add(id(child))
-
-
-def _restore(override: OverriddenMethod) -> None:
-    if override.previous is None:
-        del override.module.__dict__[override.name]
-    else:
-        override.module.__dict__[override.name] = override.previous
-
-
-def _no_fast_path(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook that does nothing; its presence is what counts."""
 
 
 def _warn(message: str) -> None:

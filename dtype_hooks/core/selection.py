@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dtype_hooks.errors import ConfigError, SelectionError
+from dtype_hooks.errors import ConfigError
 
 from .naming import class_name, named_bare_modules
 
@@ -128,16 +128,6 @@ def select(model: nn.Module, selection: Selection) -> SelectionResult:
             result.taken.append(Selected(module, its_names, caught))
     result.dead = _dead_patterns(selection, names)
     return result
-
-
-def require_alive(result: SelectionResult, where: str) -> None:
-    """Raise for the first dead pattern (``strict=True``).
-
-    Raises:
-        SelectionError: Naming the pattern and the nearest names.
-    """
-    for message in result.dead_messages(where):
-        raise SelectionError(message.replace("Mend it or drop it.", "Mend it, or drop strict=True."))
 
 
 def _check_regex(pattern: str, where: str) -> None:

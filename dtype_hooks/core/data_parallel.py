@@ -1,0 +1,65 @@
+"""What a change of a parameter's dtype means to wrappers that share parameters between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+if torch.distributed.is_available():  # some builds come without
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+
+def renew_reducers(model: nn.Module) -> int:
+    """Let every ``DistributedDataParallel`` in ``model`` (itself included) reduce the parameters as they are now.
+
+    DDP hooks its reducer to the gradient accumulators of its parameters. Changing a parameter's dtype through
+    ``p.data`` makes a new accumulator that the old reducer never hears of: gradients stay unreduced and the ranks
+    drift apart, in part without any error. The wrapper object, its settings and its communication hooks stay; its
+    reducer is built anew, as DDP itself does when it is unpickled. To be called on every rank, between iterations.
+
+    Returns:
+        How many wrappers were renewed.
+    """
+    wrappers = list(_data_parallel_wrappers(model))
+    for wrapper in wrappers:
+        _renew(wrapper)
+    return len(wrappers)
+
+
+def sharded_by(model: nn.Module) -> str | None:
+    """``"FSDP1"`` or ``"FSDP2"`` where one of them shards parameters below ``model``, ``"DTensor"`` for others."""
+    if not torch.distributed.is_available():
+        return None
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return "FSDP1"
+        if isinstance(module, FSDPModule):
+            return "FSDP2"
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return "DTensor"
+    return None
+
+
+def _data_parallel_wrappers(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    for module in model.modules():
+        # mmengine's MMSeparateDistributedDataParallel is one by class, but only its children have reducers.
+        if isinstance(module, DistributedDataParallel) and "reducer" in module.__dict__:
+            yield module
+
+
+def _renew(wrapper: DistributedDataParallel) -> None:
+    wrapper.reducer._remove_autograd_hooks()
+    parameters, expect_sparse_gradient = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse_gradient, names, wrapper.static_graph)
+    if wrapper.static_graph:  # the helper takes it for its logs alone
+        wrapper.reducer._set_static_graph()
+        if wrapper.logger is not None:
+            wrapper.logger._set_static_graph()
+    hooks, wrapper._comm_hooks = wrapper._comm_hooks, []
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)
