@@ -59,7 +59,15 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         return cls(items)
     if hasattr(cls, "_make"):  # a named tuple; its own __new__ may want other arguments
         return cls._make(items)
-    return cls(items)
+    if isinstance(value, list):
+        result = copy.copy(value)
+        result[:] = items
+        return result
+    if hasattr(cls, "n_sequence_fields"):  # torch.return_types.max and its like
+        return cls(items)
+    result = tuple.__new__(cls, items)
+    result.__dict__.update(value.__dict__)
+    return result
 
 
 def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> dict:
@@ -68,7 +76,7 @@ def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> dict:
         return value
     if type(value) is dict:
         return items
-    if isinstance(value, defaultdict):
+    if type(value) is defaultdict:
         return defaultdict(value.default_factory, items)
     if dataclasses.is_dataclass(value):  # transformers' ModelOutput: a dict and a dataclass in one
         return type(value)(**items)

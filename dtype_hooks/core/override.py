@@ -418,7 +418,15 @@ def override_dtype(
         >>> handle.remove()
     """
     rule = OverrideRule.make(
-        patterns, class_patterns, dtype, methods_to_override, exclude, cast_inputs, strict
+        patterns,
+        class_patterns,
+        dtype,
+        methods_to_override,
+        exclude,
+        cast_inputs,
+        strict,
+        override_parameters,
+        override_buffers,
     )
     handle = rule.install(model)
     for message in handle.warnings:

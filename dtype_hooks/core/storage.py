@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class Stored:
     """
 
     names: tuple[str, ...]
-    module: nn.Module
-    held: dict[str, Any]
+    module: nn.Module = field(repr=False)
+    held: dict[str, Any] = field(repr=False)
     key: str
-    tensor: Tensor
+    tensor: Tensor = field(repr=False)
     dtype: torch.dtype
     original: torch.dtype
 
