@@ -66,7 +66,8 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     if hasattr(cls, "n_sequence_fields"):  # torch.return_types.max and its like
         return cls(items)
     result = tuple.__new__(cls, items)
-    result.__dict__.update(value.__dict__)
+    if hasattr(value, "__dict__"):
+        result.__dict__.update(value.__dict__)
     return result
 
 

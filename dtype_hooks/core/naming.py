@@ -20,9 +20,10 @@ def wrapped_child(module: nn.Module) -> nn.Module | None:
         OverrideError: For a ``DataParallel`` over several devices. Its replicas are shallow copies that would
             all run the first device's module.
     """
-    for name in WRAPPER_CHILDREN:
-        if name in module._modules:
-            return module._modules[name]
+    if len(module._modules) == 1:  # with more children it is somebody's own module
+        for name in WRAPPER_CHILDREN:
+            if name in module._modules:
+                return module._modules[name]
     if isinstance(module, DistributedDataParallel):
         return module.module
     if isinstance(module, DataParallel):
