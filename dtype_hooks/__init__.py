@@ -16,6 +16,7 @@ from dtype_hooks.core.dtypes import DTYPES, resolve_dtype
 from dtype_hooks.core.override import OverrideHandle, override_dtype
 from dtype_hooks.errors import (
     ConfigError,
+    DriftError,
     DtypeHooksError,
     MissingDependencyError,
     OverrideError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "ConfigError",
+    "DriftError",
     "DtypeHooksError",
     "DtypeOverrider",
     "MissingDependencyError",

@@ -6,7 +6,8 @@
     └── DtypeHooksError          everything below; catch this one
         ├── ConfigError          an argument or a config key that cannot be used
         ├── SelectionError       patterns that match nothing (``strict=True``) or claim a method twice
-        ├── OverrideError        a module or method that cannot compute in the asked dtype
+        ├── OverrideError        a module or method that cannot compute, or be stored, in the asked dtype
+        ├── DriftError           what was put in place is no longer there (``on_drift="raise"``)
         └── MissingDependencyError   an optional package is absent (also an ``ImportError``)
 
 All derive from :class:`ValueError` because mmengine's ``Runner.call_hook`` re-raises a ``TypeError`` of a
@@ -31,7 +32,11 @@ class SelectionError(DtypeHooksError):
 
 
 class OverrideError(DtypeHooksError):
-    """A module or method that cannot compute in the asked dtype."""
+    """A module or method that cannot compute, or be stored, in the asked dtype."""
+
+
+class DriftError(DtypeHooksError):
+    """Overrides or stored dtypes are no longer what they were put in place as (``on_drift="raise"``)."""
 
 
 class MissingDependencyError(DtypeHooksError, ImportError):

@@ -36,6 +36,7 @@ from dtype_hooks.core.storage import (
     plan_storage,
     release_storage,
 )
+from dtype_hooks.core.validation import as_bool, as_choice
 from dtype_hooks.errors import ConfigError, OverrideError, SelectionError
 
 CAST_INPUTS = ("first", "all")
@@ -73,16 +74,11 @@ class OverrideRule:
         Raises:
             ConfigError: For an unknown dtype, a broken regex, or a value of the wrong type.
         """
-        if cast_inputs not in CAST_INPUTS:
-            raise ConfigError(
-                f"{name}.cast_inputs: got {cast_inputs!r}; expected 'first' or 'all'. 'first' casts the first "
-                "positional tensor, 'all' every floating tensor in the arguments."
-            )
         return cls(
             Selection.make(patterns, class_patterns, exclude, where=name),
             resolve_dtype(dtype, f"{name}.dtype"),
             _as_methods(methods_to_override, f"{name}.methods_to_override"),
-            cast_inputs,
+            as_choice(cast_inputs, CAST_INPUTS, f"{name}.cast_inputs"),
             as_bool(strict, f"{name}.strict"),
             as_bool(override_parameters, f"{name}.override_parameters"),
             as_bool(override_buffers, f"{name}.override_buffers"),
@@ -445,17 +441,6 @@ def cautions(rule: OverrideRule, plan: list[tuple[Selected, str]]) -> list[str]:
         f"{rule.name}: {len(norms)} BatchNorms ({norms[0]!r}, ...) update their running statistics in "
         f"{dtype_name(rule.dtype)}, which stall far from the true mean and variance. Exclude them."
     ]
-
-
-def as_bool(value: bool, where: str) -> bool:
-    """Validate a flag.
-
-    Raises:
-        ConfigError: For anything but True and False.
-    """
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where}: got {value!r}; expected True or False. Write it without quotes.")
-    return value
 
 
 def _as_methods(value: str | Sequence[str] | None, where: str) -> tuple[str, ...]:

@@ -126,7 +126,9 @@ def _guarded(load: Callable[..., Any], extra: tuple[Any, ...]) -> Callable[..., 
 def _refusal(filename: Any, error: BaseException) -> str:
     found = _REFUSED.search(str(error))
     if found is None:
-        detail = f"{type(error).__name__}: {error}".split("WeightsUnpickler error:")[-1].split("Check the doc")[0]
+        detail = f"{type(error).__name__}: {error}".split("WeightsUnpickler error:")[-1].split(
+            "Check the doc"
+        )[0]
         return (
             f"checkpoint: got {str(filename)!r}; expected a file written by mmengine's CheckpointHook or torch.save "
             f"that loads with weights_only=True ({' '.join(detail.split())}); give another file"

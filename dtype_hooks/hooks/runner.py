@@ -7,9 +7,12 @@ from typing import Any
 from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dtype_hooks.core.compiling import has_compiled_parts
+from dtype_hooks.core.data_parallel import sharded_by
 from dtype_hooks.core.naming import bare_module
+from dtype_hooks.errors import OverrideError
 
 
 def bare_model(runner: Runner) -> nn.Module:
@@ -28,3 +31,21 @@ def bare_model(runner: Runner) -> nn.Module:
 def is_compiled(runner: Runner) -> bool:
     """Whether calls may run as compiled code: ``compile`` in the config, or ``torch.compile`` in the model."""
     return bool(runner.cfg.get("compile")) or has_compiled_parts(runner.model)
+
+
+def check_storable(runner: Runner) -> None:
+    """Refuse stored casts under wrappers that keep parameters in buffers of their own.
+
+    Raises:
+        OverrideError: For FSDP, DeepSpeed and every wrapper but DDP.
+    """
+    outermost: Any = bare_module(runner.model)
+    keeper = sharded_by(runner.model)
+    if keeper is None and is_model_wrapper(outermost) and not isinstance(outermost, DistributedDataParallel):
+        keeper = type(outermost).__name__
+    if keeper is not None:
+        raise OverrideError(
+            f"DtypeOverrider.override_parameters: got a model wrapped by {keeper}, which keeps parameters of one dtype in "
+            "buffers of its own; expected DDP or no wrapper. Cast the modules before they are wrapped, or leave "
+            "override_parameters out: computing in the dtype needs no stored cast."
+        )

@@ -15,10 +15,11 @@ COLUMNS = ("module", "class", "method", "caught by", "computes in", "stored in",
 
 
 def summary_line(handle: OverrideHandle) -> str:
-    """``DtypeOverrider: 25 of 61 modules compute in float32 (patterns=['norm'])``."""
+    """``DtypeOverrider: 25 of 61 modules compute in float32 (patterns=['norm'])``, and what is stored in it."""
     rule = handle.rule
+    stored = f", {_count_stored(handle)} stored in it" if handle.stored else ""
     return (
-        f"{rule.name}: {len(handle.modules)} of {handle.total} modules compute in {dtype_name(rule.dtype)} "
+        f"{rule.name}: {len(handle.modules)} of {handle.total} modules compute in {dtype_name(rule.dtype)}{stored} "
         f"({rule.selection})"
     )
 
@@ -30,6 +31,22 @@ def override_table(handle: OverrideHandle, max_rows: int = MAX_ROWS, width: int 
     return render_table(title, COLUMNS, rows, max_rows, width)
 
 
+def stored_table(handle: OverrideHandle, max_rows: int = MAX_ROWS, width: int | None = None) -> str:
+    """One row for each parameter and buffer that is stored in the dtype, with every name that a tied one has."""
+    title = f"{handle.rule.name}: tensors stored in {dtype_name(handle.rule.dtype)}"
+    rows = [
+        (
+            " = ".join(stored.names),
+            "parameter" if stored.is_parameter else "buffer",
+            "x".join(map(str, stored.tensor.shape)) or "scalar",
+            dtype_name(stored.original),
+            dtype_name(stored.tensor.dtype),
+        )
+        for stored in handle.stored
+    ]
+    return render_table(title, ("name", "kind", "#shape", "was", "stored in"), rows, max_rows, width)
+
+
 def never_called_line(records: Sequence[OverrideRecord], name: str, max_names: int = 8) -> str:
     """The one warning about matched methods that nothing has called."""
     names = [f"{record.names[0]}.{record.method}" for record in records]
@@ -39,6 +56,12 @@ def never_called_line(records: Sequence[OverrideRecord], name: str, max_names: i
         "A parent may read the weights itself (nn.MultiheadAttention does with out_proj) or call another method: "
         "name the parent, or the method in methods_to_override."
     )
+
+
+def _count_stored(handle: OverrideHandle) -> str:
+    parameters = sum(stored.is_parameter for stored in handle.stored)
+    buffers = len(handle.stored) - parameters
+    return f"{parameters} parameters" + (f" and {buffers} buffers" if buffers else "")
 
 
 def _row(handle: OverrideHandle, record: OverrideRecord) -> tuple[str, ...]:
