@@ -9,7 +9,7 @@ max_iters = 400
 
 model = dict(
     type="DigitsResNet",
-    channels=(32, 64),
+    channels=(64, 128),
     num_classes=10,
     autocast_dtype="bfloat16",
     data_preprocessor=dict(type="BaseDataPreprocessor"),
@@ -56,7 +56,7 @@ test_cfg = dict(type="TestLoop")
 
 optim_wrapper = dict(
     type="OptimWrapper",
-    # weight_decay: the best of 5e-4, 5e-3 and 2e-2 in five-fold cross-validation on the images outside the test split.
+    # Weight decay was chosen from 5e-4, 5e-3 and 2e-2 by five-fold cross-validation on the images outside the test split.
     optimizer=dict(type="SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=2e-2),
 )
 param_scheduler = dict(

@@ -19,10 +19,12 @@ Train = Callable[..., Runner]
 
 
 @pytest.fixture(autouse=True)
-def keep_global_random_state() -> Iterator[None]:
-    """Runner seeds torch's generator for the whole process."""
-    state = torch.get_rng_state()
+def own_random_state_and_one_thread() -> Iterator[None]:
+    """Put back torch's generator, which Runner seeds; keep OpenMP's threads from waiting for a core in tiny kernels."""
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     torch.set_rng_state(state)
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from mmengine.runner import Runner
 
+from dtype_hooks.hooks.checkpoints import allow_mmengine_checkpoints
+
 SMALL_GPT = {
     "model.dim": 64,
     "model.num_layers": 2,
@@ -14,6 +16,7 @@ SMALL_GPT = {
     "train_dataloader.batch_size": 16,
     "train_cfg.max_iters": 30,
 }
+SMALL_RESNET = {"model.channels": (16, 32), "train_cfg.max_iters": 60}
 
 
 def logged(runner: Runner, name: str) -> list[float]:
@@ -68,7 +71,7 @@ def test_norms_and_head_compute_in_float32_under_the_config(train):
 
 
 def test_digits_are_told_apart_within_sixty_iterations(train):
-    runner = train("digits_resnet.py", {"train_cfg.max_iters": 60, "val_dataloader.batch_size": 64})
+    runner = train("digits_resnet.py", {**SMALL_RESNET, "param_scheduler.T_max": 60})
 
     losses = logged(runner, "loss")
     assert losses[0] > 2.0
@@ -76,3 +79,17 @@ def test_digits_are_told_apart_within_sixty_iterations(train):
     assert logged(runner, "accuracy")[-1] > 90
     assert checkpoints_of(runner) == {"iter_60.pth"}
     assert runner.test()["accuracy"] > 90
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt_pydoc.py", SMALL_GPT), ("digits_resnet.py", SMALL_RESNET)]
+)
+def test_resumed_training_ends_in_the_weights_of_an_unbroken_one(train, name, options):
+    unbroken = train(name, {**options, "train_cfg.max_iters": 5}, work_dir="unbroken")
+
+    train(name, {**options, "train_cfg.max_iters": 2}, work_dir="broken")
+    with allow_mmengine_checkpoints():
+        resumed = train(name, {**options, "train_cfg.max_iters": 5, "resume": True}, work_dir="broken")
+
+    assert resumed.iter == 5
+    assert weights_are_equal(unbroken, resumed)
