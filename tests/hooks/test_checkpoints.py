@@ -225,7 +225,7 @@ def test_getattr_only_gives_statistics_of_history_buffers(value, tmp_path):
         (np.array([None], dtype=object), "not a plain number"),
         (np.zeros(1, [("a", "i4")]), "not a plain number"),
         (Call(np.dtype, "f8,O"), "not a plain number"),
-        (Call(np.float64(0).__reduce__()[0], np.int8, b""), "numpy.int8|not a plain number"),
+        (Call(np.float64(0).__reduce__()[0], "f8", b""), r"scalar\('f8'\) is not a plain number"),
         (Call(np.empty(0).__reduce__()[0], OrderedDict, (0,), b"b"), "not a plain array"),
     ],
     ids=["pointers", "functions", "objects", "structure", "structure by name", "no dtype", "no array"],
@@ -247,6 +247,17 @@ def test_statistics_that_a_file_brings_do_not_stay(tmp_path):
     with checkpoint_globals():
         loaded = torch.load(path)["value"]
     assert loaded.statistics("mean") == 2.0
+
+
+def test_getattr_gives_no_method_that_a_file_names_as_a_statistic(tmp_path):
+    mine = HistoryBuffer()._statistics_methods
+    mine["update"] = "not a method"
+    try:
+        path = save([HistoryBuffer(), Call(getattr, HistoryBuffer, "update")], tmp_path / "bad.pth")
+    finally:
+        del mine["update"]
+    with checkpoint_globals():
+        assert torch.load(path)["value"][1] == "not a method"
 
 
 def test_what_the_user_had_allowed_stays_allowed(trained):

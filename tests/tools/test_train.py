@@ -62,7 +62,7 @@ class TrainToolBody(nn.Module):
 @MODELS.register_module()
 class TrainToolModel(BaseModel):
     def __init__(self, body, fails=None, **kwargs):
-        super().__init__(**kwargs)
+        super().__init__(**({"nonsense": 1} if fails == "super" else kwargs))
         self.body = MODELS.build(body)
         self.fails = fails
 
@@ -515,8 +515,15 @@ def test_old_key_is_warned_of_in_one_line_and_training_goes_on(edited, run):
         ("model.fails=build", KeyError),
         ("model.body.width=0", ValueError),
         ("model.body.width=1", TypeError),
+        ("model.fails=super", TypeError),
     ],
-    ids=["training step", "building in a training step", "constructor", "constructor's own call"],
+    ids=[
+        "training step",
+        "building in a training step",
+        "constructor",
+        "constructor's own call",
+        "constructor's call of its base",
+    ],
 )
 def test_error_in_the_users_code_keeps_its_traceback(option, kind, run):
     with pytest.raises(kind) as caught:
