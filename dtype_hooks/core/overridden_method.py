@@ -267,14 +267,15 @@ class OverriddenMethod:
             return self._without_autocast(device, args, kwargs, compiling)
         finally:
             for held, name, stored, ours in slots:
-                if held.get(name) is ours:
+                if name in held and held[name] is ours:
                     held[name] = stored
                 else:
                     _keep_replacement(held, name, stored)
-                if not stored.requires_grad and _was_written(stored, ours, compiling):
-                    _write_back(stored, ours)
             for rnn, flat, refs in rnns:  # its forward had collected the casts in lists of its own
                 rnn._flat_weights, rnn._flat_weight_refs = flat, refs
+            for _, _, stored, ours in slots:  # all are back in their places, should this raise
+                if _may_be_written(stored, ours, compiling):
+                    _write_back(stored, ours, compiling)
 
     def _caster(self, dtype: torch.dtype, compiling: bool) -> Callable[[Tensor], Tensor]:
         if self.ties:
@@ -419,26 +420,42 @@ def _swap_in(held: Any, dtype: torch.dtype, cast: Callable[[Tensor], Tensor], sl
     for name, stored in held.items():
         if stored is not None and stored.dtype is not dtype and stored.is_floating_point():
             ours = cast(stored)
+            slots.append((held, name, stored, ours))  # first, for an interrupt between the two
             held[name] = ours
-            slots.append((held, name, stored, ours))
 
 
 def _keep_replacement(held: dict[str, Any], name: str, stored: Tensor) -> None:
     """The method itself has put something else there; a buffer goes on in its stored dtype."""
-    now = held.get(name)
+    if name not in held:
+        return
+    now = held[name]
     if isinstance(now, Tensor) and not isinstance(now, nn.Parameter) and now.is_floating_point():
         held[name] = now.to(stored.dtype)
 
 
-def _was_written(stored: Tensor, cast: Tensor, compiling: bool) -> bool:
-    """Whether the method changed the cast of a buffer; a compiled graph cannot tell and writes back in any case."""
-    if compiling:
-        return not isinstance(stored, nn.Parameter)
-    return changed_in_place(cast)
+def _may_be_written(stored: Tensor, cast: Tensor, compiling: bool) -> bool:
+    """Whether the method may have changed the cast.
+
+    A parameter's version counter tells; a compiled graph has none, so that changes of parameters are lost there. A
+    buffer's does not: ``batch_norm`` writes running statistics without counting (torch 2.6 to 2.13).
+    """
+    return not isinstance(stored, nn.Parameter) or (not compiling and changed_in_place(cast))
 
 
-def _write_back(stored: Tensor, cast: Tensor) -> None:
-    """Keep what the method changed; an element that it left alone keeps every bit that it is stored with."""
+def _write_back(stored: Tensor, cast: Tensor, compiling: bool) -> None:
+    """Keep what the method changed; an element that it left alone keeps every bit that it is stored with.
+
+    Where the cast counted no change, the stored tensor does not either.
+    """
+    if stored.layout is not torch.strided or _is_expanded(stored):
+        return
     with torch.no_grad():
         unchanged = cast == stored.to(cast.dtype)
-        stored.copy_(torch.where(unchanged, stored, cast.to(stored.dtype)))
+        new = torch.where(unchanged, stored, cast.to(stored.dtype))
+        target = stored if compiling or changed_in_place(cast) else stored.data
+        target.copy_(new)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements lie in one place, so that nothing could have written to them."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
