@@ -212,6 +212,7 @@ def _check_key(values: dict[str, Any], key: str) -> None:
             node = dict.__getitem__(node, part)
         else:
             _check_new_key(node, part, where, key)
+            _check_no_index(".".join(parts[: depth + 1]), parts[depth + 1 :], key)
             return
 
 
@@ -237,6 +238,14 @@ def _check_new_key(node: Any, part: str, where: str, key: str) -> None:
     if not where:
         warnings.warn(
             f"--cfg-options: got {key!r}; neither the config nor mmengine reads {part!r}", stacklevel=4
+        )
+
+
+def _check_no_index(new: str, below: list[str], key: str) -> None:
+    """mmengine would make a dict with the key '0' where the list is not there."""
+    if any(part.isdigit() for part in below):
+        raise ConfigError(
+            f"--cfg-options: got {key!r}; the config has no {new!r}; expected the index of a list that it has; mend the key"
         )
 
 

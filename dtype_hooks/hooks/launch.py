@@ -35,9 +35,8 @@ def build_runner(cfg: Config) -> Any:
         ConfigError: as for :func:`prepare_distributed`; mmengine's own errors pass through.
     """
     if _is_flexible(cfg) and cfg.get("env_cfg") is None:
-        cfg["env_cfg"] = {
-            "dist_cfg": {"backend": "nccl"}
-        }  # its own default, which its from_cfg loses and then needs
+        # FlexibleRunner's own default, which its from_cfg overwrites with None and then needs
+        cfg["env_cfg"] = {"dist_cfg": {"backend": "nccl"}}
     if cfg.get("launcher", "none") != "none":
         prepare_distributed(cfg)
     return RUNNERS.build(cfg)

@@ -295,6 +295,7 @@ def test_option_is_merged(key, found):
         ("hooks.1.momentum", "'hooks' is a list of 1"),
         ("hooks.type", "'hooks' is a list of 1"),
         ("seed.value", "'seed' is 3, which has no keys"),
+        ("custom_hooks.0.momentum", "the config has no 'custom_hooks'; expected the index of a list"),
     ],
 )
 def test_misspelt_option_is_refused(key, message):
