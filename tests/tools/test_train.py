@@ -460,7 +460,7 @@ CONFIGS = {
         r"load_from: got 'nowhere\.pth'; expected a checkpoint file; .*",
     ),
     "train_cfg": ("train_cfg = 5", "config, in build_train_loop: TypeError: .*"),
-    "sampler": ("train_dataloader['sampler'] = 5", "config, in build_dataloader: TypeError: .*"),
+    "sampler": ("train_dataloader['sampler'] = 5", r"config, in \w*build_\w+: TypeError: .*"),
 }
 
 
