@@ -29,8 +29,8 @@ train_dataloader = dict(
     batch_size=64,
     num_workers=0,
     dataset=dict(type="DigitsImages", split="train"),
-    # A seed of its own: the order of the data is then the same again after a resume.
-    sampler=dict(type="InfiniteSampler", shuffle=True, seed=0),
+    # The runner hands its seed to the sampler, so the order of the data is the same again after a resume.
+    sampler=dict(type="InfiniteSampler", shuffle=True),
     collate_fn=dict(type="default_collate"),
 )
 val_dataloader = dict(

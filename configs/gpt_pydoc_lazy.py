@@ -42,7 +42,7 @@ train_dataloader = dict(
     batch_size=32,
     num_workers=0,
     dataset=dict(type=PydocCharacters, split="train", context=context, stride=1),
-    sampler=dict(type=InfiniteSampler, shuffle=True, seed=0),
+    sampler=dict(type=InfiniteSampler, shuffle=True),
     collate_fn=dict(type=default_collate),
 )
 val_dataloader = dict(

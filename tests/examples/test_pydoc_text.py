@@ -42,13 +42,15 @@ def test_few_long_windows_of_the_validation_text_occur_in_the_training_text():
     assert repeated / len(validation) < 0.05
 
 
-def test_validation_text_is_the_last_whole_topics_that_hold_the_fraction():
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.05, 1), (0.1, 2), (0.3, 3)])
+def test_validation_text_is_the_fewest_last_topics_that_hold_the_fraction(fraction, held_out):
     topics = {"b": "bbb\n\nmiddle", "a": "aaa\n" * 10, "c": "cc", "d": "dd"}
+    texts = ["aaa\n" * 9 + "aaa\n\n", "bbb\n\nmiddle\n\n", "cc\n\n", "dd\n\n"]  # 42, 13, 4 and 4 characters
 
-    train, validation = split_text(topics, validation_fraction=0.1)
+    train, validation = split_text(topics, validation_fraction=fraction)
 
-    assert train == "aaa\n" * 9 + "aaa\n\n" + "bbb\n\nmiddle\n\n"
-    assert validation == "cc\n\ndd\n\n"
+    assert train == "".join(texts[:-held_out])
+    assert validation == "".join(texts[-held_out:])
 
 
 def test_paragraph_repeated_with_other_wrapping_is_kept_where_it_occurs_first():
