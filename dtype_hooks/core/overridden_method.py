@@ -156,8 +156,10 @@ class OverriddenMethod:
             y = self._compute(dtype, x, args, kwargs, compiling)
         elif x.is_floating_point():
             cast = x.to(dtype) if compiling else CASTS[dtype](x)
+            if cast.is_inference():
+                cast = CastOnce(dtype)(x)
             y = self._compute(dtype, x, (cast, *args[1:]), kwargs, compiling)
-            if not compiling and changed_in_place(cast):
+            if not compiling and cast._version > 0:
                 y = _hand_back_in_place(x, cast, y)
         else:
             return self._call_without_float(dtype, x, args, kwargs, compiling)
@@ -179,8 +181,14 @@ class OverriddenMethod:
         first = next((x for x in tensors if x.is_floating_point()), None)
         if first is None:
             return self._call_without_float(dtype, tensors[0] if tensors else None, args, kwargs, compiling)
-        args, kwargs = cast_floating((args, kwargs), dtype)
-        return cast_floating(self._compute(dtype, first, args, kwargs, compiling), first.dtype)
+        cast = CastOnce(dtype)
+        args, kwargs = map_tensors(lambda x: cast(x) if x.is_floating_point() else x, (args, kwargs))
+        y = self._compute(dtype, first, args, kwargs, compiling)
+        if not compiling:
+            for x, ours in cast.made.items():
+                if x is not ours and ours._version > 0:
+                    y = _hand_back_in_place(x, ours, y)
+        return cast_floating(y, first.dtype)
 
     def _call_without_float(
         self, dtype: torch.dtype, at: Tensor | None, args: tuple, kwargs: dict, compiling: bool
@@ -209,13 +217,10 @@ class OverriddenMethod:
         if outside is None or x is None:
             return self._original(args, kwargs)
         if outside and not autocast_is_on(outside):
-            set_autocast_enabled(outside, True)
-            try:
+            with torch.autocast(outside):
                 y = self._original(args, kwargs)
-            finally:
-                set_autocast_enabled(outside, False)
         else:
-            y = self._original(*cast_floating((args, kwargs), stored_dtype(self.module)))
+            y = self._original(*cast_floating((args, kwargs), stored_dtype(self.module, default=x.dtype)))
         return cast_floating(y, x.dtype)
 
     # ---- the region
@@ -236,8 +241,8 @@ class OverriddenMethod:
                 return self._swapped(dtype, device, args, kwargs, compiling)
         if self.unusual or device == "meta" or not is_autocast_enabled(device):
             return self._without_autocast(device, args, kwargs, compiling)
-        set_autocast_enabled(device, False)
-        try:
+        try:  # before the toggle, for an interrupt between the two
+            set_autocast_enabled(device, False)
             module = self.module
             return getattr(type(module), self.name)(module, *args, **kwargs)
         finally:
@@ -289,12 +294,12 @@ class OverriddenMethod:
             return self._without_autocast_slowly(device, args, kwargs, compiling)
         if not autocast_is_on(device):
             return self._original(args, kwargs)
-        if compiling and torch.compiler.is_exporting():
-            # A region becomes part of the exported graph, a raw toggle does not.
-            with torch.autocast(device, enabled=False):
-                return self._original(args, kwargs)
-        set_autocast_enabled(device, False)
+        if compiling:
+            # A region becomes part of the graph. A raw toggle is run while dynamo traces, and where the compiled
+            # code opens an autocast region itself dynamo then fails with "Global autocast state changed".
+            return self._in_regions_without_autocast([device], args, kwargs)
         try:
+            set_autocast_enabled(device, False)
             return self._original(args, kwargs)
         finally:
             set_autocast_enabled(device, True)
@@ -303,14 +308,16 @@ class OverriddenMethod:
         devices = [d for d in (device, self.second_device) if d is not None and autocast_is_on(d)]
         outside = devices[0] if devices else ""
         before = self._tell_kept_out(outside, compiling)
-        for each in devices:
-            set_autocast_enabled(each, False)
         try:
-            return self._original(args, kwargs)
+            return self._in_regions_without_autocast(devices, args, kwargs)
         finally:
-            for each in devices:
-                set_autocast_enabled(each, True)
             self._untell_kept_out(before, compiling)
+
+    def _in_regions_without_autocast(self, devices: list[str], args: tuple, kwargs: dict) -> Any:
+        if not devices:
+            return self._original(args, kwargs)
+        with torch.autocast(devices[0], enabled=False):
+            return self._in_regions_without_autocast(devices[1:], args, kwargs)
 
     def _tell_kept_out(self, outside: str, compiling: bool) -> Any:
         """Let the kept-out modules below know the autocast state outside; an outer override's word stays."""
@@ -374,11 +381,6 @@ def autocast_is_on(device: str) -> bool:
     return device != "meta" and is_autocast_enabled(device)
 
 
-def changed_in_place(cast: Tensor) -> bool:
-    """Whether a fresh cast was written to; inference tensors keep no count and answer False."""
-    return not cast.is_inference() and cast._version > 0
-
-
 def _hand_back_in_place(x: Tensor, cast: Tensor, y: Any) -> Any:
     """The method wrote into its input: so must we, and where it returns the input the caller gets their own."""
     x.copy_(cast)
@@ -395,9 +397,9 @@ def _cast_outputs(y: Any, dtypes: list[torch.dtype] | torch.dtype) -> Any:
 
 
 class CastOnce:
-    """Casts each tensor once, so that the gradient of a tied parameter is summed in ``dtype``.
+    """Casts each tensor once: the gradient of a tied parameter is summed in ``dtype``, ``query is key`` stays true.
 
-    In inference mode the casts are ordinary tensors; inference tensors would not tell whether they were written to.
+    In inference mode the casts are ordinary tensors; inference tensors keep no count of what was written to them.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -439,7 +441,7 @@ def _may_be_written(stored: Tensor, cast: Tensor, compiling: bool) -> bool:
     A parameter's version counter tells; a compiled graph has none, so that changes of parameters are lost there. A
     buffer's does not: ``batch_norm`` writes running statistics without counting (torch 2.6 to 2.13).
     """
-    return not isinstance(stored, nn.Parameter) or (not compiling and changed_in_place(cast))
+    return not isinstance(stored, nn.Parameter) or (not compiling and cast._version > 0)
 
 
 def _write_back(stored: Tensor, cast: Tensor, compiling: bool) -> None:
@@ -452,7 +454,7 @@ def _write_back(stored: Tensor, cast: Tensor, compiling: bool) -> None:
     with torch.no_grad():
         unchanged = cast == stored.to(cast.dtype)
         new = torch.where(unchanged, stored, cast.to(stored.dtype))
-        target = stored if compiling or changed_in_place(cast) else stored.data
+        target = stored if compiling or cast._version > 0 else stored.data
         target.copy_(new)
 
 
