@@ -18,6 +18,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
+from processes import launch
 from small_runs import AutocastNet, HandCastNet, Losses, data, log_text, small_runner
 from torch import nn
 from torch.nn import functional as F
@@ -685,6 +686,31 @@ class TestTwoEntries:
         assert calls.dtypes("addmm", "block.0") == FP32
         assert calls.dtypes("gelu", "block.2") == FP32
         assert calls.of("native_layer_norm", "block.1")[0].inputs == (torch.bfloat16,) * 3
+
+
+class TestTwoRanks:
+    @pytest.fixture(scope="class")
+    def ranks(self, tmp_path_factory):
+        return launch("report_worker.py", tmp_path_factory.mktemp("ranks"), ranks=2)
+
+    def test_only_rank_0_prints_the_line_the_table_and_the_warning(self, ranks):
+        printed = [rank["trained"]["printed"] for rank in ranks]
+
+        assert printed[0].count("DtypeOverrider: 1 of 4 modules compute in float32") == 1
+        assert printed[0].count("DtypeOverrider: methods that compute in float32") == 1
+        assert printed[0].count("DtypeOverrider.patterns: '^haed$' matched none of 4 modules") == 1
+        assert "DtypeOverrider" not in printed[1]
+
+    def test_every_rank_computes_as_asked_and_the_weights_stay_equal(self, ranks):
+        for rank in ranks:
+            assert rank["trained"]["wrapper"] == "MMDistributedDataParallel"
+            assert rank["trained"]["norm"] == ["torch.float32"]
+            assert rank["trained"]["head"] == ["torch.bfloat16"]
+            assert rank["trained"]["keys"] == list(AutocastNet().state_dict())
+        assert ranks[0]["trained"]["weights"] == ranks[1]["trained"]["weights"]
+
+    def test_names_are_the_bare_models_under_no_wrapper_ddp_and_ddp_of_a_compiled_model(self, ranks):
+        assert [rank["installed"] for rank in ranks] == [[["norm"], ["norm"], ["norm"]]] * 2
 
 
 class TestArguments:
