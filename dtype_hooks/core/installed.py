@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from dtype_hooks.core.naming import named_bare_modules
@@ -23,8 +24,7 @@ def link(model: nn.Module) -> None:
         lower = [o for o in overrides if id(o.module) in inside and o.module is not override.module]
         kept_out = tuple(o for o in lower if o.dtype is None) if override.dtype is not None else ()
         override.look_below(tuple(_subtree(override)), kept_out)
-        for other in lower:
-            other.gate = override.gate
+    _share_gates(overrides)
 
 
 def overrides_in(model: nn.Module) -> Iterator[OverriddenMethod]:
@@ -101,6 +101,21 @@ def check_device(module: nn.Module, dtype: torch.dtype, where: str) -> None:
         )
 
 
+def check_shapes_known(module: nn.Module, dtype: torch.dtype, where: str) -> None:
+    """Refuse lazy modules below an override that would cast them; the module itself has its shapes when it is called.
+
+    Raises:
+        OverrideError: For a parameter or buffer without shape, stored in another dtype.
+    """
+    for name, child in module.named_modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if child is not module and is_lazy(tensor) and tensor.dtype is not dtype:
+                raise OverrideError(
+                    f"{where}: got {name!r} below it, a {type(child).__name__} whose shape is not known yet; expected modules "
+                    "with shapes. Run the model once before."
+                )
+
+
 def read_by_parent(parent: nn.Module, child_name: str) -> bool:
     """Whether the parent reads the child's weights and never calls it: nn.MultiheadAttention.out_proj."""
     return isinstance(parent, nn.MultiheadAttention) and child_name == "out_proj"
@@ -121,6 +136,23 @@ def _subtree(override: OverriddenMethod) -> Iterator[nn.Module]:
             if own is None or own.dtype is override.dtype or read_by_parent(module, name):
                 rest.append(child)
                 seen.add(id(child))
+
+
+def _share_gates(overrides: list[OverriddenMethod]) -> None:
+    """One gate for all overrides that reach a common module, be it one in another or two that share a child."""
+    group = list(range(len(overrides)))
+    first: dict[int, int] = {}  # of a module: the first override that reaches it
+
+    def root(index: int) -> int:
+        while group[index] != index:
+            index = group[index]
+        return index
+
+    for index, override in enumerate(overrides):
+        for module in override.module.modules():
+            group[root(index)] = root(first.setdefault(id(module), index))
+    for index, override in enumerate(overrides):
+        override.gate = overrides[root(index)].gate
 
 
 def restore(override: OverriddenMethod) -> None:

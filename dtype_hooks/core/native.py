@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def native_output_dtypes(
         for all of them.
     """
     if getattr(type(module), name, None) in (nn.Embedding.forward, nn.EmbeddingBag.forward):
-        return module.weight.dtype
+        return cast("Tensor", module.weight).dtype
     try:
         with _unnoticed():
             return _dtypes_of_fake_run(module, name, args, kwargs)
@@ -40,13 +40,13 @@ def native_output_dtypes(
         return stored_dtype(module)
 
 
-def stored_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of the module's first floating parameter or buffer, else torch's default dtype."""
+def stored_dtype(module: nn.Module, default: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of the module's first floating parameter or buffer, else ``default``, else torch's default dtype."""
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
             if tensor.is_floating_point():
                 return tensor.dtype
-    return torch.get_default_dtype()
+    return default or torch.get_default_dtype()
 
 
 def _dtypes_of_fake_run(module: nn.Module, name: str, args: tuple, kwargs: dict) -> list[torch.dtype]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, is_autocast_enabled, nn, set_autocast_enabled
 from torch.compiler import is_compiling
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from dtype_hooks.errors import OverrideError
 
@@ -37,8 +39,8 @@ CASTS: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
 _autocast_outside: ContextVar[str | None] = ContextVar("dtype_hooks_autocast_outside", default=None)
 """Inside an override that has kept-out modules: the device type whose autocast it turned off, or ""."""
 
-Slot = tuple[Any, str, Tensor, Tensor]
-"""A module's ``_parameters`` or ``_buffers``, a name in it, the tensor stored there and its cast."""
+Slot = tuple[Any, str, Tensor, Tensor, bool]
+"""A module's ``_parameters`` or ``_buffers``, a name in it, the tensor stored there, its cast, whether it is a buffer."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class OverriddenMethod:
         self.native: dict[tuple, list[torch.dtype] | torch.dtype] = {}
         self.below: tuple[nn.Module, ...] = (module,)
         self.rnns: tuple[nn.RNNBase, ...] = ()
+        self.computed: tuple[tuple[nn.Module, str], ...] = ()
         self.ties = False
         self.kept_out: tuple[OverriddenMethod, ...] = ()
         self.outside: str | None = None
@@ -116,6 +119,12 @@ class OverriddenMethod:
         ]
         self.below = modules
         self.rnns = tuple(m for m in modules if isinstance(m, nn.RNNBase))
+        self.computed = tuple(
+            (m, hook.name)
+            for m in modules
+            for hook in m._forward_pre_hooks.values()
+            if isinstance(hook, (WeightNorm, SpectralNorm))
+        )
         self.ties = len({id(tensor) for tensor in tensors}) < len(tensors)
 
     @property
@@ -156,7 +165,7 @@ class OverriddenMethod:
             y = self._compute(dtype, x, args, kwargs, compiling)
         elif x.is_floating_point():
             cast = x.to(dtype) if compiling else CASTS[dtype](x)
-            if cast.is_inference():
+            if not compiling and cast.is_inference():
                 cast = CastOnce(dtype)(x)
             y = self._compute(dtype, x, (cast, *args[1:]), kwargs, compiling)
             if not compiling and cast._version > 0:
@@ -266,21 +275,28 @@ class OverriddenMethod:
         cast = self._caster(dtype, compiling)
         try:
             for module in self.below:
-                for held in (module._parameters, module._buffers):
-                    if held:
-                        _swap_in(held, dtype, cast, slots)
+                if parameters := module._parameters:
+                    _swap_in(parameters, parameters.keys(), dtype, cast, slots)
+                if buffers := module._buffers:
+                    _swap_in(buffers, buffers.keys(), dtype, cast, slots, True)
+            if not compiling:
+                for module, name in self.computed:  # a plain attribute, set before the method is called
+                    _swap_in(module.__dict__, (name,), dtype, cast, slots)
             return self._without_autocast(device, args, kwargs, compiling)
         finally:
-            for held, name, stored, ours in slots:
+            for held, name, stored, ours, _ in slots:
                 if name in held and held[name] is ours:
                     held[name] = stored
                 else:
                     _keep_replacement(held, name, stored)
             for rnn, flat, refs in rnns:  # its forward had collected the casts in lists of its own
                 rnn._flat_weights, rnn._flat_weight_refs = flat, refs
-            for _, _, stored, ours in slots:  # all are back in their places, should this raise
-                if _may_be_written(stored, ours, compiling):
-                    _write_back(stored, ours, compiling)
+            for _, _, stored, ours, is_buffer in slots:  # all are back in their places, should this raise
+                # A compiled graph keeps no count, so that changes of parameters are lost there. Eagerly a parameter's
+                # count tells; a buffer's may not: batch_norm writes statistics uncounted (torch 2.6 to 2.13).
+                counted = compiling or ours._version > 0
+                if is_buffer or (counted and not compiling):
+                    _write_back(stored, ours, counted)
 
     def _caster(self, dtype: torch.dtype, compiling: bool) -> Callable[[Tensor], Tensor]:
         if self.ties:
@@ -352,10 +368,14 @@ class OverriddenMethod:
     def _note_what_first_misses(self, args: tuple, kwargs: dict) -> None:
         where = f"{type(self.module).__name__}.{self.name} ({', '.join(c.label for c in self.claims)})"
         if not args or not isinstance(args[0], Tensor):
-            what = f"a {type(args[0]).__name__}" if args else "no positional argument"
+            what = (
+                f"the first positional argument is of type {type(args[0]).__name__}, no tensor"
+                if args
+                else "there is no positional argument"
+            )
             self._note(
                 "unwrapped",
-                f"{where}: the first positional argument is {what}, no tensor, so this call runs without the override. "
+                f"{where}: {what}, so this call runs without the override. "
                 "Set cast_inputs='all' to cast every floating tensor in its arguments.",
             )
             return
@@ -412,17 +432,25 @@ class CastOnce:
         return self.made[tensor]
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        if is_compiling() or not torch.is_inference_mode_enabled():
+        if tensor.dtype is self.dtype or is_compiling() or not torch.is_inference_mode_enabled():
             return tensor.to(self.dtype)
         with torch.inference_mode(False):
             return tensor.detach().to(self.dtype)
 
 
-def _swap_in(held: Any, dtype: torch.dtype, cast: Callable[[Tensor], Tensor], slots: list[Slot]) -> None:
-    for name, stored in held.items():
+def _swap_in(
+    held: Any,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    cast: Callable[[Tensor], Tensor],
+    slots: list[Slot],
+    is_buffer: bool = False,
+) -> None:
+    for name in names:
+        stored = held[name]
         if stored is not None and stored.dtype is not dtype and stored.is_floating_point():
             ours = cast(stored)
-            slots.append((held, name, stored, ours))  # first, for an interrupt between the two
+            slots.append((held, name, stored, ours, is_buffer))  # first, for an interrupt between the two
             held[name] = ours
 
 
@@ -435,16 +463,7 @@ def _keep_replacement(held: dict[str, Any], name: str, stored: Tensor) -> None:
         held[name] = now.to(stored.dtype)
 
 
-def _may_be_written(stored: Tensor, cast: Tensor, compiling: bool) -> bool:
-    """Whether the method may have changed the cast.
-
-    A parameter's version counter tells; a compiled graph has none, so that changes of parameters are lost there. A
-    buffer's does not: ``batch_norm`` writes running statistics without counting (torch 2.6 to 2.13).
-    """
-    return not isinstance(stored, nn.Parameter) or (not compiling and cast._version > 0)
-
-
-def _write_back(stored: Tensor, cast: Tensor, compiling: bool) -> None:
+def _write_back(stored: Tensor, cast: Tensor, counted: bool) -> None:
     """Keep what the method changed; an element that it left alone keeps every bit that it is stored with.
 
     Where the cast counted no change, the stored tensor does not either.
@@ -454,8 +473,11 @@ def _write_back(stored: Tensor, cast: Tensor, compiling: bool) -> None:
     with torch.no_grad():
         unchanged = cast == stored.to(cast.dtype)
         new = torch.where(unchanged, stored, cast.to(stored.dtype))
-        target = stored if compiling or cast._version > 0 else stored.data
-        target.copy_(new)
+        if counted or stored.is_inference():
+            stored.copy_(new)
+        else:
+            with torch.autograd._unsafe_preserve_version_counter(stored):
+                stored.copy_(new)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from dtype_hooks.core.installed import (
     block_fast_path,
     check_device,
     check_overridable,
+    check_shapes_known,
     find_override,
     has_method,
     layers_with_fast_path,
@@ -212,6 +213,7 @@ class OverrideHandle:
         where = f"{self.rule.name}: {selected.names[0]}.{method}"
         check_overridable(selected.module, method, where)
         check_device(selected.module, self.rule.dtype, where)
+        check_shapes_known(selected.module, self.rule.dtype, where)
         present = find_override(selected.module, method)
         for claim in present.claims if present is not None else ():
             if claim.dtype is not None and claim.dtype is not self.rule.dtype and claim.owner != self._id:

@@ -238,7 +238,7 @@ def test_an_empty_regex_is_refused():
     ("arguments", "message"),
     [
         ({"dtype": "fp61"}, r"^override_dtype\.dtype: got 'fp61'"),
-        ({"cast_inputs": "most"}, r"^override_dtype\.cast_inputs: got 'most'; expected 'first' or 'all'"),
+        ({"cast_inputs": "most"}, r"^override_dtype\.cast_inputs: got 'most'; expected .*'first'.*'all'"),
         ({"cast_inputs": None}, r"cast_inputs: got None"),
         ({"cast_inputs": ["all"]}, r"cast_inputs: got \['all'\]"),
         ({"strict": "yes"}, r"^override_dtype\.strict: got 'yes'; expected True or False"),
