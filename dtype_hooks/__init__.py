@@ -25,7 +25,13 @@ from dtype_hooks.errors import (
 from dtype_hooks.version import __version__
 
 if TYPE_CHECKING:
-    from dtype_hooks.hooks import DtypeOverrider
+    from dtype_hooks.hooks import (
+        DtypeOverrider,
+        allow_mmengine_checkpoints,
+        build_runner,
+        checkpoint_globals,
+        prepare_config,
+    )
 
 __all__ = [
     "DTYPES",
@@ -38,11 +44,17 @@ __all__ = [
     "OverrideHandle",
     "SelectionError",
     "__version__",
+    "allow_mmengine_checkpoints",
+    "build_runner",
+    "checkpoint_globals",
     "override_dtype",
+    "prepare_config",
     "resolve_dtype",
 ]
 
-_NEEDS_MMENGINE = frozenset({"DtypeOverrider"})
+_NEEDS_MMENGINE = frozenset(
+    {"DtypeOverrider", "allow_mmengine_checkpoints", "build_runner", "checkpoint_globals", "prepare_config"}
+)
 
 try:
     import mmengine.hooks
@@ -52,7 +64,13 @@ except ImportError as error:  # absent, or opencv-python without libGL
     __all__ = [name for name in __all__ if name not in _NEEDS_MMENGINE]
 else:
     _mmengine_error = None
-    from dtype_hooks.hooks import DtypeOverrider
+    from dtype_hooks.hooks import (
+        DtypeOverrider,
+        allow_mmengine_checkpoints,
+        build_runner,
+        checkpoint_globals,
+        prepare_config,
+    )
 
 
 def __getattr__(name: str) -> NoReturn:
