@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN = "\ufffd"
-"""Stands for every character outside printable ASCII; 0.2% of the text, nearly all of it typographic quotes."""
+"""Stands for every character outside printable ASCII; 0.1% of the text, nearly all of it typographic quotes."""
 
 VOCABULARY = UNKNOWN + "\n" + "".join(map(chr, range(0x20, 0x7F)))
 """The 97 characters a model sees, at their ids. Fixed, so that it tells nothing about the validation text."""
