@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -62,19 +63,29 @@ def message(ask):
 def from_import():
     from dtype_hooks import DtypeOverrider
 
+for name in NEEDS_MMENGINE:
+    assert message(lambda: getattr(dtype_hooks, name)).startswith(f"dtype_hooks.{name}: got no usable mmengine (")
 print(message(lambda: dtype_hooks.DtypeOverrider))
 assert message(from_import) == message(lambda: dtype_hooks.DtypeOverrider)
 
 scope = {}
 exec("from dtype_hooks import *", scope)
-assert "override_dtype" in scope and "DtypeOverrider" not in scope
-assert "DtypeOverrider" not in dtype_hooks.__all__
+assert "override_dtype" in scope
+assert not set(NEEDS_MMENGINE) & (set(scope) | set(dtype_hooks.__all__))
 """
 
 
-def run_python(code: str) -> subprocess.CompletedProcess:
+def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Run ``code`` in a fresh process that imports the package from where this one has it."""
+    env = {**os.environ, "PYTHONPATH": str(Path(dtype_hooks.__file__).parents[1])}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env=env,
+        check=False,
     )
 
 
@@ -109,8 +120,17 @@ def test_an_unknown_name_is_an_attribute_error():
 @pytest.mark.parametrize(
     ("blocker", "cause"), [(NO_MMENGINE, "No module named 'mmengine"), (NO_LIBGL, "libGL.so.1: cannot open")]
 )
-def test_where_mmengine_cannot_be_imported_the_core_works_and_a_hook_says_what_to_install(blocker, cause):
-    done = run_python(blocker + NO_MMENGINE_TORCH_ONLY)
+def test_where_mmengine_cannot_be_imported_the_core_works_and_a_hook_says_what_to_install(
+    tmp_path, blocker, cause
+):
+    of_hooks = [
+        name
+        for name in dtype_hooks.__all__
+        if getattr(getattr(dtype_hooks, name), "__module__", "").startswith("dtype_hooks.hooks.")
+    ]
+    assert "DtypeOverrider" in of_hooks
+
+    done = run_python(f"NEEDS_MMENGINE = {of_hooks}\n{blocker}{NO_MMENGINE_TORCH_ONLY}", tmp_path)
 
     assert done.returncode == 0, done.stderr
     message = done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,6 @@ import dtype_hooks
 from dtype_hooks import ConfigError, DtypeOverrider
 from dtype_hooks.hooks.registry import register_hook
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def child_hooks():
@@ -25,9 +24,17 @@ def child_hooks():
     HOOKS.children.pop("mmdetlike")
 
 
-def run_python(code: str) -> subprocess.CompletedProcess:
+def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Run ``code`` in a fresh process that imports the package from where this one has it."""
+    env = {**os.environ, "PYTHONPATH": str(Path(dtype_hooks.__file__).parents[1])}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env=env,
+        check=False,
     )
 
 
@@ -115,8 +122,8 @@ assert type(HOOKS.build(dict(type="DtypeOverrider"))) is module.DtypeOverrider
 """
 
 
-def test_importing_the_package_after_another_that_took_the_name_says_which_module():
-    done = run_python(IMPORT_AFTER_ANOTHER)
+def test_importing_the_package_after_another_that_took_the_name_says_which_module(tmp_path):
+    done = run_python(IMPORT_AFTER_ANOTHER, tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
@@ -124,7 +131,7 @@ def test_importing_the_package_after_another_that_took_the_name_says_which_modul
     )
 
 
-def test_the_package_can_be_reloaded():
-    done = run_python(RELOAD)
+def test_the_package_can_be_reloaded(tmp_path):
+    done = run_python(RELOAD, tmp_path)
 
     assert done.returncode == 0, done.stderr
