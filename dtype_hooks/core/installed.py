@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from dtype_hooks.core.naming import named_bare_modules
@@ -55,7 +56,13 @@ def unwrap_to_override(value: Any) -> OverriddenMethod | None:
 
 
 def has_method(module: nn.Module, method: str) -> bool:
-    """Whether there is something to override; a ModuleList has a ``forward`` that only raises."""
+    """Whether there is something to override.
+
+    A ModuleList has a ``forward`` that only raises; a ParametrizationList has one without arguments, which belongs to the
+    module whose weight it computes.
+    """
+    if isinstance(module, ParametrizationList):
+        return False
     if method in module.__dict__:
         return callable(module.__dict__[method])
     found = getattr(type(module), method, None)
@@ -186,7 +193,7 @@ def block_fast_path(layer: nn.TransformerEncoderLayer) -> RemovableHandle:
 def layers_with_fast_path(
     model: nn.Module, overridden: Iterable[nn.Module]
 ) -> Iterator[nn.TransformerEncoderLayer]:
-    """The ``nn.TransformerEncoderLayer`` that have an overridden module below them."""
+    """The ``nn.TransformerEncoderLayer`` that have an overridden or kept-out module below them."""
     ids = {id(module) for module in overridden}
     for _, layer in named_bare_modules(model):
         if isinstance(layer, nn.TransformerEncoderLayer) and any(

@@ -100,6 +100,7 @@ class OverriddenMethod:
         self.ties = False
         self.kept_out: tuple[OverriddenMethod, ...] = ()
         self.outside: str | None = None
+        self.outside_before: str | None = None
         self.second_device: str | None = None
         self.unusual = previous is not None
         self.gate = Gate()
@@ -221,16 +222,25 @@ class OverriddenMethod:
         """Excluded below an override: the autocast state outside, the parameters as stored."""
         if not self.claims:
             return self._original(args, kwargs)
-        outside = self.outside if compiling else _autocast_outside.get()
+        outside = self.outside if compiling else self._outside()
         x = next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
         if outside is None or x is None:
             return self._original(args, kwargs)
+        args, kwargs = cast_floating((args, kwargs), stored_dtype(self.module, default=x.dtype))
         if outside and not autocast_is_on(outside):
             with torch.autocast(outside):
                 y = self._original(args, kwargs)
         else:
-            y = self._original(*cast_floating((args, kwargs), stored_dtype(self.module, default=x.dtype)))
+            y = self._original(args, kwargs)
         return cast_floating(y, x.dtype)
+
+    def _outside(self) -> str | None:
+        """The autocast state outside; for a checkpoint recomputed in the backward, as it was in the forward."""
+        outside = _autocast_outside.get()
+        if not outside and torch._C._current_graph_task_id() != -1:
+            return self.outside_before
+        self.outside_before = outside
+        return outside
 
     # ---- the region
 

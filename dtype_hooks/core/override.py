@@ -310,7 +310,9 @@ class OverrideHandle:
                     self._kept_out.append((selected.module, method))
 
     def _block_fast_paths(self) -> None:
-        for layer in layers_with_fast_path(self.model, self.modules):
+        for layer in layers_with_fast_path(
+            self.model, [*self.modules, *(module for module, _ in self._kept_out)]
+        ):
             if id(layer) not in self._hooks:
                 self._hooks[id(layer)] = block_fast_path(layer)
 

@@ -201,6 +201,16 @@ def test_containers_without_a_forward_are_passed_over():
     assert [r.names[0] for r in override_dtype(model, ["."]).records] == ["0.0"]
 
 
+def test_what_computes_a_parametrized_weight_belongs_to_its_module():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2).bfloat16()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = override_dtype(model, ["0"])
+        model(torch.ones(1, 2).bfloat16())
+    assert "0" in [r.names[0] for r in handle.records]
+    assert "0.parametrizations.weight" not in [r.names[0] for r in handle.records]
+
+
 def test_only_containers_matched_is_a_warning():
     """O17"""
     with pytest.warns(UserWarning, match="none of the 1 selected modules has a method 'forward'"):
