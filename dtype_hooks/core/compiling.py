@@ -25,11 +25,12 @@ class BackwardAutocast:
 
     def __init__(self) -> None:
         self._held = False
-        self._listening = False
         self._warned = False
 
     def hold(self) -> None:
         """Called while dynamo traces an overridden method; undone when that compilation ends."""
+        if torch.compiler.is_exporting():
+            return  # no backward, and dynamo announces no end
         if not hasattr(functorch_config, self.OPTION):
             self._warn_once()
         elif getattr(functorch_config, self.OPTION) == self.TORCH_DEFAULT:
@@ -37,16 +38,21 @@ class BackwardAutocast:
             setattr(functorch_config, self.OPTION, "off")
             self._held = True
 
+    @torch._dynamo.disable
     def release(self, _: Any = None) -> None:
-        """Put torch's default back; dynamo calls it at the end of every compilation."""
+        """Put torch's default back; dynamo calls it at the end of every compilation.
+
+        Dynamo calls it while it holds a lock, and possibly in the midst of compiled code (a backward is compiled when it
+        first runs). Were this function compiled too, which is what ``disable`` prevents, it would wait for that lock.
+        """
         if self._held:
             setattr(functorch_config, self.OPTION, self.TORCH_DEFAULT)
             self._held = False
 
     def _listen(self) -> None:
-        if not self._listening:
-            torch._dynamo.callback.callback_handler.register_end_callback(self.release)
-            self._listening = True
+        handler = torch._dynamo.callback.callback_handler
+        if self.release not in handler.end_callbacks:  # torch._dynamo.reset() empties the list
+            handler.register_end_callback(self.release)
 
     def _warn_once(self) -> None:
         if not self._warned:
