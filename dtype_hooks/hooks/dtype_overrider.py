@@ -15,6 +15,7 @@ from dtype_hooks.core.override import OverrideHandle, OverrideRule
 from dtype_hooks.core.validation import as_bool, as_choice, as_interval
 from dtype_hooks.errors import DriftError
 from dtype_hooks.hooks.optimizers import (
+    checkpoint_dtypes,
     mend_optimizer_states,
     rounding_of_checkpoint,
     storage_warnings,
@@ -124,6 +125,7 @@ class DtypeOverrider(Hook):
         self._watch: Watch | None = None
         self._reported: set[tuple[int, Finding]] = set()
         self._first_iteration_done = False
+        self._loaded: dict[str, torch.dtype] = {}
 
     def before_run(self, runner: Runner) -> None:
         """Install, before anything copies, wraps or compiles the model."""
@@ -151,9 +153,9 @@ class DtypeOverrider(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """Say so when what is loaded will be rounded to the stored dtype."""
-        message = rounding_of_checkpoint(checkpoint, self.handle.stored) if self.handle is not None else None
-        if message is not None:
-            runner.logger.warning(message)
+        self._loaded = checkpoint_dtypes(checkpoint)
+        if self.handle is not None:
+            self._report_rounding(runner, self.handle)
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
@@ -223,11 +225,18 @@ class DtypeOverrider(Hook):
     def _report_installed(self, runner: Runner, handle: OverrideHandle) -> None:
         for message in (*handle.warnings, *storage_warnings(runner, handle.stored)):
             runner.logger.warning(message)
+        self._report_rounding(runner, handle)  # FlexibleRunner has loaded a checkpoint before before_run
         runner.logger.info(summary_line(handle))
         if self.verbose and handle.records:
             runner.logger.info("\n" + override_table(handle))
         if self.verbose and handle.stored:
             runner.logger.info("\n" + stored_table(handle))
+
+    def _report_rounding(self, runner: Runner, handle: OverrideHandle) -> None:
+        message = rounding_of_checkpoint(self._loaded, handle.stored)
+        self._loaded = {}
+        if message is not None:
+            runner.logger.warning(message)
 
     def _report_drift(self, runner: Runner, found: list[tuple[int, Finding]]) -> None:
         new = [each for each in found if each not in self._reported]

@@ -55,11 +55,20 @@ def storage_warnings(runner: Runner, stored: list[Stored]) -> list[str]:
     return [text for check in checks if (text := check(runner, half, stored)) is not None]
 
 
-def rounding_of_checkpoint(checkpoint: dict[str, Any], stored: list[Stored]) -> str | None:
-    """Say so when a checkpoint holds stored tensors in a wider dtype than they will have."""
+def checkpoint_dtypes(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The dtypes of the floating weights in a checkpoint, by name."""
     weights = checkpoint.get("state_dict", {})
-    found = [(s, weights[name].dtype) for s in stored for name in s.names if name in weights]
-    rounded = [(s, dtype) for s, dtype in found if torch.finfo(dtype).bits > torch.finfo(s.dtype).bits]
+    return {
+        name.removeprefix("module."): value.dtype
+        for name, value in weights.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def rounding_of_checkpoint(dtypes: dict[str, torch.dtype], stored: list[Stored]) -> str | None:
+    """Say so when a checkpoint holds stored tensors in a dtype whose values they cannot all take."""
+    found = [(s, next((dtypes[name] for name in s.names if name in dtypes), s.dtype)) for s in stored]
+    rounded = [(s, dtype) for s, dtype in found if not _holds_all_of(s.dtype, dtype)]
     if not rounded:
         return None
     first, dtype = rounded[0]
@@ -67,6 +76,11 @@ def rounding_of_checkpoint(checkpoint: dict[str, Any], stored: list[Stored]) -> 
         f"DtypeOverrider: the checkpoint holds {len(rounded)} tensors ({first.names[0]!r}, ...) in {dtype_name(dtype)}, "
         f"stored here in {dtype_name(first.dtype)}: they and their optimizer states are rounded. Keep the checkpoint."
     )
+
+
+def _holds_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every value of ``other`` is one of ``dtype``; torch promotes no 8-bit ones, which fit into all of ours."""
+    return other.itemsize == 1 or torch.promote_types(dtype, other) is dtype
 
 
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
