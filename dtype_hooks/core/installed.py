@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtype_hooks.core.naming import named_bare_modules
 from dtype_hooks.core.overridden_method import OverriddenMethod
+from dtype_hooks.core.stand_in import unwrap_to
 from dtype_hooks.errors import OverrideError
 
 
@@ -35,24 +36,14 @@ def overrides_in(model: nn.Module) -> Iterator[OverriddenMethod]:
         if id(module) not in seen:
             seen.add(id(module))
             for value in list(module.__dict__.values()):
-                found = unwrap_to_override(value)
+                found = unwrap_to(OverriddenMethod, value)
                 if found is not None and found.module is module:
                     yield found
 
 
 def find_override(module: nn.Module, method: str) -> OverriddenMethod | None:
     """The override of ``module.method``, also when somebody has wrapped it since (activation checkpointing)."""
-    return unwrap_to_override(module.__dict__.get(method))
-
-
-def unwrap_to_override(value: Any) -> OverriddenMethod | None:
-    """Follow ``__wrapped__`` (functools.wraps) and ``_torchdynamo_orig_callable`` (torch.compile) to an override."""
-    while value is not None:
-        if isinstance(value, OverriddenMethod):
-            return value
-        inside = getattr(value, "__dict__", None) or {}
-        value = inside.get("__wrapped__") or inside.get("_torchdynamo_orig_callable")
-    return None
+    return unwrap_to(OverriddenMethod, module.__dict__.get(method))
 
 
 def has_method(module: nn.Module, method: str) -> bool:
@@ -160,16 +151,6 @@ def _share_gates(overrides: list[OverriddenMethod]) -> None:
             group[root(index)] = root(first.setdefault(id(module), index))
     for index, override in enumerate(overrides):
         override.gate = overrides[root(index)].gate
-
-
-def restore(override: OverriddenMethod) -> None:
-    """Put back what the override replaced; one that somebody has wrapped since lets every call through as it is."""
-    if override.module.__dict__.get(override.name) is not override:
-        return
-    if override.previous is None:
-        del override.module.__dict__[override.name]
-    else:
-        override.module.__dict__[override.name] = override.previous
 
 
 def never_called_by(model: nn.Module, module: nn.Module) -> nn.Module | None:

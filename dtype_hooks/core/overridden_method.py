@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled, nn, set_autocast_enabled
@@ -16,12 +16,11 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dtype_hooks.errors import OverrideError
-
 from .casting import cast_floating, map_tensors, tensors_in
 from .compiling import trace_backward_without_autocast
 from .dtypes import dtype_name
 from .native import native_output_dtypes, stored_dtype
+from .stand_in import StandIn
 
 FIRST_CALLS = 3
 """How many eager calls are looked at for inputs that the rule does not cast."""
@@ -77,17 +76,14 @@ class Gate:
         return (Gate, ())  # a lock is neither copied nor pickled
 
 
-class OverriddenMethod:
+class OverriddenMethod(StandIn):
     """A module's method, run in ``dtype`` with autocast off; lies in ``module.__dict__`` under the method's name.
 
-    Refers to its module and to plain values only, so that it is pickled and deep-copied with the module. What it
-    must know of the modules below (``below``, ``kept_out``, ``gate``) is set by :func:`.override.link`.
+    What it must know of the modules below (``below``, ``kept_out``, ``gate``) is set by :func:`.installed.link`.
     """
 
     def __init__(self, module: nn.Module, name: str, previous: Any = None) -> None:
-        self.module = module
-        self.name = name
-        self.previous = previous
+        super().__init__(module, name, previous)
         self.claims: tuple[Claim, ...] = ()
         self.dtype: torch.dtype | None = None
         self.cast_all = False
@@ -133,19 +129,6 @@ class OverriddenMethod:
         """Whether an eager call has come through."""
         return self.fresh < FIRST_CALLS
 
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """Empty; ``torch.jit.script`` asks for it on its way to ``__code__``, torch.fx for names to wrap."""
-        return {}
-
-    @property
-    def __code__(self) -> NoReturn:
-        """What ``torch.jit.script`` compiles: not to be had here, and it should say so in plain words."""
-        raise OverrideError(
-            f"torch.jit.script: got a {type(self.module).__name__} whose {self.name!r} is overridden; expected a module "
-            "without overrides. Call remove() first, or use torch.jit.trace or torch.export."
-        )
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiling = is_compiling()
         if compiling:
@@ -178,11 +161,6 @@ class OverriddenMethod:
                 return y
             return y.to(given) if compiling or given not in CASTS else CASTS[given](y)
         return cast_floating(y, given)
-
-    def _original(self, args: tuple, kwargs: dict) -> Any:
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     # ---- the other kinds of input
 

@@ -24,10 +24,10 @@ from dtype_hooks.core.installed import (
     layers_with_fast_path,
     link,
     never_called_by,
-    restore,
 )
 from dtype_hooks.core.overridden_method import Claim, OverriddenMethod
 from dtype_hooks.core.selection import Selected, Selection, SelectionResult, as_patterns, select
+from dtype_hooks.core.stand_in import take_out
 from dtype_hooks.core.storage import (
     Stored,
     change_dtype,
@@ -352,7 +352,7 @@ class OverrideHandle:
                 continue  # somebody has deleted it
             held.claim(tuple(claim for claim in held.claims if claim.owner != self._id))
             if not held.claims:
-                restore(held)
+                take_out(held)
 
 
 def override_dtype(
