@@ -40,6 +40,13 @@ def without_log(result):
     return {key: value for key, value in result.items() if key != "rounded"}
 
 
+def comparable(result, rank):
+    """Without what is not in a checkpoint, which rank 0 writes: other ranks' averages of their own statistics."""
+    if rank == 0:
+        return result
+    return result | {"ema": {name: text for name, text in result["ema"].items() if "running" not in name}}
+
+
 @pytest.mark.parametrize("kind", ["hook", "nobody"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(runs, optimizer, kind):
@@ -48,12 +55,7 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(runs, optimizer, ki
         result = without_log(resumed[f"{kind}_{optimizer}_from_{kind}"])
         assert expected["ema"]
         assert expected["optimizer"]
-        if (
-            rank > 0
-        ):  # its average of its own running statistics is not in the checkpoint, which rank 0 writes
-            for ema in (expected["ema"], result["ema"]):
-                del ema["module.bn.running_mean"], ema["module.bn.running_var"]
-        assert result == expected
+        assert comparable(result, rank) == comparable(expected, rank)
 
 
 @pytest.mark.parametrize("written_by", ["hook", "nobody"])
