@@ -82,8 +82,8 @@ class OverriddenMethod(StandIn):
     What it must know of the modules below (``below``, ``kept_out``, ``gate``) is set by :func:`.installed.link`.
     """
 
-    def __init__(self, module: nn.Module, name: str, previous: Any = None) -> None:
-        super().__init__(module, name, previous)
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, name)
         self.claims: tuple[Claim, ...] = ()
         self.dtype: torch.dtype | None = None
         self.cast_all = False
@@ -98,7 +98,7 @@ class OverriddenMethod(StandIn):
         self.outside: str | None = None
         self.outside_before: str | None = None
         self.second_device: str | None = None
-        self.unusual = previous is not None
+        self.unusual = False
         self.gate = Gate()
 
     def claim(self, claims: tuple[Claim, ...]) -> None:

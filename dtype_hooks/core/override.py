@@ -27,7 +27,7 @@ from dtype_hooks.core.installed import (
 )
 from dtype_hooks.core.overridden_method import Claim, OverriddenMethod
 from dtype_hooks.core.selection import Selected, Selection, SelectionResult, as_patterns, select
-from dtype_hooks.core.stand_in import take_out
+from dtype_hooks.core.stand_in import put_in, take_out
 from dtype_hooks.core.storage import (
     Stored,
     change_dtype,
@@ -289,8 +289,8 @@ class OverrideHandle:
     ) -> OverriddenMethod:
         override = find_override(module, method)
         if override is None:
-            override = OverriddenMethod(module, method, module.__dict__.get(method))
-            module.__dict__[method] = override
+            override = OverriddenMethod(module, method)
+            put_in(override)
         if all(claim.owner != self._id for claim in override.claims):
             cast_all = self.rule.cast_inputs == "all" and dtype is not None
             override.claim((*override.claims, Claim(self._id, label, dtype, cast_all, self.warn)))

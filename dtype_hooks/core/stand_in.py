@@ -17,13 +17,16 @@ class StandIn:
     Attributes:
         module: The module.
         name: The method's name.
-        previous: What lay in ``module.__dict__`` before, or None where the class's method did.
+        previous: What it calls in turn: what lay in ``module.__dict__`` before, or None for the class's method.
+        layer: Of two stand-ins for one method the one with the higher layer calls the other, whichever came first.
     """
 
-    def __init__(self, module: nn.Module, name: str, previous: Any = None) -> None:
+    layer = 0
+
+    def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.name = name
-        self.previous = previous
+        self.previous: Any = None
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -62,6 +65,19 @@ def unwrap_to(kind: type[Kind], value: Any) -> Kind | None:
         inside = getattr(value, "__dict__", None) or {}
         value = inside.get("__wrapped__") or inside.get("_torchdynamo_orig_callable")
     return None
+
+
+def put_in(stand_in: StandIn) -> None:
+    """Put a stand-in into its module, below those of a higher layer."""
+    held, above = stand_in.module.__dict__, None
+    below = held.get(stand_in.name)
+    while isinstance(below, StandIn) and below.layer > stand_in.layer:
+        above, below = below, below.previous
+    stand_in.previous = below
+    if above is None:
+        held[stand_in.name] = stand_in
+    else:
+        above.previous = stand_in
 
 
 def take_out(stand_in: StandIn) -> None:
