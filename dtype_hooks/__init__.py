@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from dtype_hooks import node_dtype
+from dtype_hooks.core.autocast import autocast
 from dtype_hooks.core.dtypes import DTYPES, resolve_dtype
 from dtype_hooks.core.override import OverrideHandle, override_dtype
 from dtype_hooks.errors import (
@@ -26,6 +28,7 @@ from dtype_hooks.version import __version__
 
 if TYPE_CHECKING:
     from dtype_hooks.hooks import (
+        AutocastHook,
         DtypeOverrider,
         allow_mmengine_checkpoints,
         build_runner,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "AutocastHook",
     "ConfigError",
     "DriftError",
     "DtypeHooksError",
@@ -45,15 +49,24 @@ __all__ = [
     "SelectionError",
     "__version__",
     "allow_mmengine_checkpoints",
+    "autocast",
     "build_runner",
     "checkpoint_globals",
+    "node_dtype",
     "override_dtype",
     "prepare_config",
     "resolve_dtype",
 ]
 
 _NEEDS_MMENGINE = frozenset(
-    {"DtypeOverrider", "allow_mmengine_checkpoints", "build_runner", "checkpoint_globals", "prepare_config"}
+    {
+        "AutocastHook",
+        "DtypeOverrider",
+        "allow_mmengine_checkpoints",
+        "build_runner",
+        "checkpoint_globals",
+        "prepare_config",
+    }
 )
 
 try:
@@ -65,6 +78,7 @@ except ImportError as error:  # absent, or opencv-python without libGL
 else:
     _mmengine_error = None
     from dtype_hooks.hooks import (
+        AutocastHook,
         DtypeOverrider,
         allow_mmengine_checkpoints,
         build_runner,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from dtype_hooks.core.casting import cast_floating
+from dtype_hooks.core.casting import map_tensors
 from dtype_hooks.core.native import stored_dtype
 from dtype_hooks.core.stand_in import StandIn
 from dtype_hooks.node_dtype import node_scope
@@ -36,7 +36,7 @@ class AutocastMethod(StandIn):
 
     A fresh region for each call is what makes nested calls, recursion, threads, exceptions, recomputed checkpoints and
     weights that change in place between calls right. A node without a dtype is kept out: autocast is off inside, and
-    floating arguments come in the dtype that its parameters are stored in.
+    arguments that a region around it has made narrow come in the dtype that its parameters are stored in.
     """
 
     layer = 1  # outside an override of the same method, which turns autocast off again
@@ -72,7 +72,15 @@ class AutocastMethod(StandIn):
 
     def _autocast(self, args: tuple, kwargs: dict) -> Any:
         if self.dtype is None:
+            dtype = stored_dtype(self.module)
             with torch.autocast(self.device_type, enabled=False):
-                return self._original(*cast_floating((args, kwargs), stored_dtype(self.module)))
+                return self._original(
+                    *map_tensors(lambda x: x.to(dtype) if is_narrow(x) else x, (args, kwargs))
+                )
         with torch.autocast(self.device_type, self.dtype, True, self.cache_enabled):
             return self._original(args, kwargs)
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Whether ``x`` is in a dtype that autocast casts to."""
+    return x.dtype is torch.bfloat16 or x.dtype is torch.float16
