@@ -34,6 +34,7 @@ from dtype_hooks.core.storage import (
     check_storage,
     claim_storage,
     flatten_rnns,
+    own_tensors,
     plan_storage,
     release_storage,
 )
@@ -232,7 +233,7 @@ class OverrideHandle:
         messages = result.dead_messages(name)
         have = {method for _, method in plan}
         for method in self.rule.methods:
-            if result.taken and method not in have:
+            if result.taken and method not in have and not self._stores_something_of(result):
                 messages.append(
                     f"{name}.methods_to_override: none of the {len(result.taken)} selected modules has a method "
                     f"{method!r}. Mend it or drop it."
@@ -242,6 +243,15 @@ class OverrideHandle:
                 f"{name}: exclude takes away all that the patterns match: nothing is overridden. Narrow it."
             )
         return messages
+
+    def _stores_something_of(self, result: SelectionResult) -> bool:
+        """A ParameterList has no forward, and parameters to store."""
+        rule = self.rule
+        return any(
+            True
+            for selected in result.taken
+            for _ in own_tensors(selected.module, rule.override_parameters, rule.override_buffers)
+        )
 
     def _plan_storage(self, result: SelectionResult, plan: list[tuple[Selected, str]]) -> list[Stored]:
         rule = self.rule
@@ -259,7 +269,7 @@ class OverrideHandle:
         storage = plan_storage(
             self.model, result.taken, rule.dtype, rule.override_parameters, rule.override_buffers
         )
-        check_storage(self.model, storage, self._id, rule.name)
+        check_storage(storage, self._id, str(rule.selection), rule.name)
         return storage
 
     def _check_that_weights_are_cast_with_it(self, selected: Selected, computing: set[int]) -> None:
@@ -318,19 +328,21 @@ class OverrideHandle:
 
     def _store(self, storage: list[Stored]) -> bool:
         """Cast what is not in the dtype; returns whether there was anything."""
+        for stored in self.stored:  # those that are planned again claim again
+            release_storage(stored, self._id)
         originals = {id(old.tensor): old.original for old in self.stored}
         self.stored = [replace(new, original=originals.get(id(new.tensor), new.original)) for new in storage]
         moved = [stored for stored in self.stored if stored.tensor.dtype is not stored.dtype]
         for stored in self.stored:
-            claim_storage(stored.module, self._id, str(self.rule.selection), stored.dtype)
+            claim_storage(stored, self._id, str(self.rule.selection))
         for stored in moved:
             change_dtype(stored.tensor, stored.dtype)
         self._after_change_of_dtype(moved)
         return bool(moved)
 
     def _unstore(self) -> None:
-        kept = {id(s.module): not release_storage(s.module, self._id) for s in self.stored}
-        moved = [s for s in self.stored if not kept[id(s.module)] and s.tensor.dtype is not s.original]
+        free = [stored for stored in self.stored if release_storage(stored, self._id)]
+        moved = [stored for stored in free if stored.tensor.dtype is not stored.original]
         for stored in moved:
             change_dtype(stored.tensor, stored.original)
         self._after_change_of_dtype(moved)

@@ -17,7 +17,22 @@ from dtype_hooks.core.selection import Selected
 from dtype_hooks.errors import OverrideError, SelectionError
 
 CLAIMS = "_dtype_hooks_stored_by"
-"""Where a module notes who stores its parameters in which dtype: ``{owner: (label, dtype)}``, plain values."""
+"""Where a tensor notes who stores it: ``{owner: StorageClaim}``. On the tensor, since a tied one has several modules."""
+
+
+@dataclass(frozen=True)
+class StorageClaim:
+    """One rule's hold on one stored tensor.
+
+    Attributes:
+        label: The rule's patterns, for messages.
+        dtype: What the tensor is stored in.
+        original: What it was stored in before any rule.
+    """
+
+    label: str
+    dtype: torch.dtype
+    original: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,7 @@ class Stored:
         key: Its name in ``held``.
         tensor: The parameter or buffer itself; its identity is kept.
         dtype: What it is stored in.
-        original: What it was stored in before.
+        original: What it was stored in before any rule.
     """
 
     names: tuple[str, ...]
@@ -86,32 +101,30 @@ def plan_storage(
     for item in selected:
         for held, key, tensor in own_tensors(item.module, parameters, buffers):
             known_as = names.get(id(tensor), (f"{item.names[0]}.{key}",))
-            plan.setdefault(
-                id(tensor), Stored(known_as, item.module, held, key, tensor, dtype, original=tensor.dtype)
-            )
+            original = next((claim.original for claim in claims_on(tensor).values()), tensor.dtype)
+            plan.setdefault(id(tensor), Stored(known_as, item.module, held, key, tensor, dtype, original))
     return list(plan.values())
 
 
-def check_storage(model: nn.Module, plan: list[Stored], owner: str, where: str) -> None:
+def check_storage(plan: list[Stored], owner: str, label: str, where: str) -> None:
     """Refuse what cannot be stored in the dtype, before anything is changed.
 
     Raises:
-        OverrideError: Lazy parameters; float64 on a device without it.
+        OverrideError: Lazy parameters.
         SelectionError: A tensor that another rule stores in another dtype.
     """
-    claimed = _claimed_dtypes(model, owner)
     for stored in plan:
         if is_lazy(stored.tensor):
             raise OverrideError(
                 f"{where}: got {stored.names[0]!r}, a parameter without a shape yet; expected an initialised one. "
                 "Run one forward of the lazy module first."
             )
-        other = claimed.get(id(stored.tensor))
-        if other is not None and other[1] is not stored.dtype:
-            raise SelectionError(
-                f"{where}: {other[0]!r} ({dtype_name(other[1])}) and this rule ({dtype_name(stored.dtype)}) both store "
-                f"{' = '.join(stored.names)!r}. Narrow one of them."
-            )
+        for other_owner, claim in claims_on(stored.tensor).items():
+            if other_owner != owner and claim.dtype is not stored.dtype:
+                raise SelectionError(
+                    f"{where}: {claim.label} ({dtype_name(claim.dtype)}) and {label} ({dtype_name(stored.dtype)}) both "
+                    f"store {' = '.join(stored.names)!r}. Narrow one of them."
+                )
 
 
 def change_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -128,26 +141,21 @@ def flatten_rnns(modules: Iterable[nn.Module]) -> None:
             module.flatten_parameters()
 
 
-def claim_storage(module: nn.Module, owner: str, label: str, dtype: torch.dtype) -> None:
-    """Note on the module that ``owner`` stores its tensors in ``dtype``."""
-    module.__dict__.setdefault(CLAIMS, {})[owner] = (label, dtype)
+def claims_on(tensor: Tensor) -> dict[str, StorageClaim]:
+    """Who stores the tensor; empty when no rule does."""
+    return tensor.__dict__.get(CLAIMS, {})
 
 
-def release_storage(module: nn.Module, owner: str) -> bool:
-    """Take the note off again; returns whether nobody else stores the module's tensors."""
-    claims = module.__dict__.get(CLAIMS, {})
+def claim_storage(stored: Stored, owner: str, label: str) -> None:
+    """Note on the tensor that ``owner`` stores it."""
+    claim = StorageClaim(label, stored.dtype, stored.original)
+    stored.tensor.__dict__.setdefault(CLAIMS, {})[owner] = claim
+
+
+def release_storage(stored: Stored, owner: str) -> bool:
+    """Take the note off again; returns whether nobody else stores the tensor."""
+    claims = claims_on(stored.tensor)
     claims.pop(owner, None)
     if not claims:
-        module.__dict__.pop(CLAIMS, None)
+        stored.tensor.__dict__.pop(CLAIMS, None)
     return not claims
-
-
-def _claimed_dtypes(model: nn.Module, besides: str) -> dict[int, tuple[str, torch.dtype]]:
-    """``{id(tensor): (label, dtype)}`` of what rules other than ``besides`` store."""
-    found: dict[int, tuple[str, torch.dtype]] = {}
-    for _, module in named_bare_modules(model):
-        for owner, claim in module.__dict__.get(CLAIMS, {}).items():
-            if owner != besides:
-                for _, _, tensor in own_tensors(module, parameters=True, buffers=True):
-                    found[id(tensor)] = claim
-    return found

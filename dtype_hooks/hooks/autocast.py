@@ -17,7 +17,7 @@ from dtype_hooks.core.data_parallel import renew_reducers
 from dtype_hooks.core.dtypes import dtype_name, resolve_dtype
 from dtype_hooks.core.nodes import Node, Regions, cast_nodes, resolve_nodes
 from dtype_hooks.core.selection import Selection, SelectionResult
-from dtype_hooks.core.storage import CLAIMS
+from dtype_hooks.core.storage import claims_on
 from dtype_hooks.core.validation import as_bool, as_interval
 from dtype_hooks.errors import ConfigError
 from dtype_hooks.hooks.optimizers import mend_optimizer_states
@@ -315,9 +315,8 @@ def _narrow_by_hand(model: nn.Module) -> list[str]:
     narrow = [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
-        if CLAIMS not in module.__dict__
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dtype in (torch.float16, torch.bfloat16)
+        if parameter.dtype in (torch.float16, torch.bfloat16) and not claims_on(parameter)
     ]
     if not narrow:
         return []
