@@ -29,10 +29,10 @@ class BackwardAutocast:
 
     def hold(self) -> None:
         """Called while dynamo traces an overridden method; undone when that compilation ends."""
-        if torch.compiler.is_exporting():
-            return  # no backward, and dynamo announces no end
         if not hasattr(functorch_config, self.OPTION):
             self._warn_once()
+        elif torch.compiler.is_exporting():
+            return  # no backward, and dynamo announces no end
         elif getattr(functorch_config, self.OPTION) == self.TORCH_DEFAULT:
             self._listen()
             setattr(functorch_config, self.OPTION, "off")
