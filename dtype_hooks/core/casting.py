@@ -24,15 +24,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``fn`` applied to every tensor in it; an unchanged container is returned itself."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return _map_dict(fn, value)
-    if isinstance(value, (tuple, list)):
-        return _map_sequence(fn, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(fn, value)
-    return value
+    return _map(fn, value)[0]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -50,31 +42,50 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    items = [map_tensors(fn, item) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
+def _map(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
+    """The mapped value and whether it is another one than before: dynamo cannot ask ``is`` of containers."""
+    if isinstance(value, Tensor):
+        new = fn(value)
+        return new, new is not value
+    if isinstance(value, dict):
+        return _map_dict(fn, value)
+    if isinstance(value, (tuple, list)):
+        return _map_sequence(fn, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(fn, value)
+    return value, False
+
+
+def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
+    mapped = [_map(fn, item) for item in value]
+    if not any(changed for _, changed in mapped):
+        return value, False
+    items = [new for new, _ in mapped]
     cls = type(value)
     if cls is list or cls is tuple:
-        return cls(items)
+        return cls(items), True
     if hasattr(cls, "_make"):  # a named tuple; its own __new__ may want other arguments
-        return cls._make(items)
+        return cls._make(items), True
     if isinstance(value, list):
-        result = copy.copy(value)
+        result: Any = copy.copy(value)
         result[:] = items
-        return result
+        return result, True
     if hasattr(cls, "n_sequence_fields"):  # torch.return_types.max and its like
-        return cls(items)
+        return cls(items), True
     result = tuple.__new__(cls, items)
     if hasattr(value, "__dict__"):
         result.__dict__.update(value.__dict__)
-    return result
+    return result, True
 
 
-def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> dict:
-    items = {key: map_tensors(fn, item) for key, item in value.items()}
-    if all(items[key] is item for key, item in value.items()):
-        return value
+def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> tuple[dict, bool]:
+    mapped = {key: _map(fn, item) for key, item in value.items()}
+    if not any(changed for _, changed in mapped.values()):
+        return value, False
+    return _dict_like(value, {key: new for key, (new, _) in mapped.items()}), True
+
+
+def _dict_like(value: dict, items: dict) -> dict:
     if type(value) is dict:
         return items
     if type(value) is defaultdict:
@@ -89,15 +100,14 @@ def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> dict:
     return result
 
 
-def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    old = _fields(value)
-    new = {name: map_tensors(fn, item) for name, item in old.items()}
-    if all(new[name] is item for name, item in old.items()):
-        return value
+def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
+    mapped = {name: _map(fn, item) for name, item in _fields(value).items()}
+    if not any(changed for _, changed in mapped.values()):
+        return value, False
     result = copy.copy(value)
-    for name, item in new.items():
+    for name, (item, _) in mapped.items():
         object.__setattr__(result, name, item)  # frozen ones too, and no __post_init__ a second time
-    return result
+    return result, True
 
 
 def _fields(value: Any) -> dict[str, Any]:
