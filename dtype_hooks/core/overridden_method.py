@@ -166,7 +166,7 @@ class OverriddenMethod(StandIn):
 
     def _call_casting_all(self, dtype: torch.dtype, args: tuple, kwargs: dict, compiling: bool) -> Any:
         tensors = list(tensors_in((args, kwargs)))
-        first = next((x for x in tensors if x.is_floating_point()), None)
+        first = first_floating(tensors)
         if first is None:
             return self._call_without_float(dtype, tensors[0] if tensors else None, args, kwargs, compiling)
         cast = CastOnce(dtype)
@@ -201,7 +201,7 @@ class OverriddenMethod(StandIn):
         if not self.claims:
             return self._original(args, kwargs)
         outside = self.outside if compiling else self._outside()
-        x = next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
+        x = first_floating(tensors_in((args, kwargs)))
         if outside is None or x is None:
             return self._original(args, kwargs)
         args, kwargs = cast_floating((args, kwargs), stored_dtype(self.module, default=x.dtype))
@@ -382,6 +382,14 @@ class OverriddenMethod(StandIn):
             self.notes[kind] = text
             if any(claim.warn for claim in self.claims):
                 warnings.warn(f"dtype_hooks: {text}", stacklevel=2)
+
+
+def first_floating(tensors: Iterable[Tensor]) -> Tensor | None:
+    """The first floating tensor, or None; written out, since ``next`` with a default stops dynamo in torch 2.6."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            return tensor
+    return None
 
 
 def autocast_is_on(device: str) -> bool:
