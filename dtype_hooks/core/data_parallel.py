@@ -58,6 +58,8 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     wrapper._ddp_init_helper(parameters, expect_sparse_gradient, names, wrapper.static_graph)
     if wrapper.static_graph:  # the helper takes it for its logs alone
         wrapper.reducer._set_static_graph()
+        # A reducer's first backward on a static graph reduces at the end, once it knows which gradients come.
+        wrapper._static_graph_delay_allreduce_enqueued = False
         if wrapper.logger is not None:
             wrapper.logger._set_static_graph()
     hooks, wrapper._comm_hooks = wrapper._comm_hooks, []

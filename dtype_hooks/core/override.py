@@ -335,8 +335,8 @@ class OverrideHandle:
         moved = [stored for stored in self.stored if stored.tensor.dtype is not stored.dtype]
         for stored in self.stored:
             claim_storage(stored, self._id, str(self.rule.selection))
-        for stored in moved:
-            change_dtype(stored.tensor, stored.dtype)
+        for stored in moved:  # what had been stored before is put back, perhaps in the midst of accumulation
+            change_dtype(stored.tensor, stored.dtype, keep_gradient=id(stored.tensor) in originals)
         self._after_change_of_dtype(moved)
         return bool(moved)
 

@@ -127,11 +127,13 @@ def check_storage(plan: list[Stored], owner: str, label: str, where: str) -> Non
                 )
 
 
-def change_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Store a parameter or buffer in ``dtype``, its identity kept; a gradient in another dtype is dropped."""
+def change_dtype(tensor: Tensor, dtype: torch.dtype, keep_gradient: bool = False) -> None:
+    """Store a parameter or buffer in ``dtype``, its identity kept; a gradient in another dtype is dropped, or cast."""
+    gradient = tensor.grad
+    tensor.grad = None
     tensor.data = tensor.data.to(dtype)
-    if tensor.grad is not None and tensor.grad.dtype is not dtype:
-        tensor.grad = None
+    if gradient is not None and (keep_gradient or gradient.dtype is dtype):
+        tensor.grad = gradient.to(dtype)
 
 
 def flatten_rnns(modules: Iterable[nn.Module]) -> None:

@@ -76,7 +76,7 @@ class TwoParts(BaseModel):
         raise NotImplementedError
 
 
-def _two_optimizers(model: TwoParts) -> OptimWrapperDict:
+def two_optimizers(model: TwoParts) -> OptimWrapperDict:
     def own(part: nn.Module) -> OptimWrapper:
         return OptimWrapper(torch.optim.AdamW(part.parameters(), lr=0.01))
 
@@ -207,7 +207,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "build": TwoParts,
         "patterns": ("one.1", "two.1", "two.2"),
         "wrapper": {"type": "MMSeparateDistributedDataParallel"},
-        "optimizers": _two_optimizers,
+        "optimizers": two_optimizers,
     },
 }
 

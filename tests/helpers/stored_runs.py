@@ -93,17 +93,77 @@ class CastDataInBeforeTrain(Hook):
 
 
 class At(Hook):
-    """Does something to the bare model after the training iterations in ``when``, which count from 1."""
+    """Does something to the bare model after the training iterations in ``when``, which count from 1.
 
-    def __init__(self, when: int | Sequence[int], act: Callable[[Any, Runner], None]) -> None:
+    Before DtypeOverrider's look at the same iteration, or ``late``, after it.
+    """
+
+    priority = "VERY_HIGH"
+
+    def __init__(
+        self, when: int | Sequence[int], act: Callable[[Any, Any], None], late: bool = False, rank: int = 0
+    ) -> None:
         self.when = [when] if isinstance(when, int) else when
         self.act = act
+        self.rank = rank
+        if late:
+            self.priority = "VERY_LOW"
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        if runner.iter + 1 in self.when:
+        if runner.iter + 1 in self.when and runner.rank == self.rank:
             self.act(bare_model(runner), runner)
+
+
+def move_dtype(model: nn.Module, runner: Any) -> None:
+    """What a library does that calls ``.float()`` on a part of the model."""
+    model.norm.float()
+
+
+def move_dtype_with_states(model: nn.Module, runner: Any) -> None:
+    """The same, with optimizer states made to follow."""
+    model.norm.float()
+    for optimizer in _optimizers(runner):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def replace_parameter(model: nn.Module, runner: Any) -> None:
+    """A new Parameter of the same values that the optimizer does not know."""
+    model.norm.weight = nn.Parameter(model.norm.weight.detach().float())
+
+
+def replace_parameter_everywhere(model: nn.Module, runner: Any) -> None:
+    """A new Parameter of the same values that has the old one's place in the optimizer."""
+    old = model.norm.weight
+    replace_parameter(model, runner)
+    for optimizer in _optimizers(runner):
+        for group in optimizer.param_groups:
+            group["params"] = [model.norm.weight if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[model.norm.weight] = optimizer.state.pop(old)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def replace_module(model: nn.Module, runner: Any) -> None:
+    """A new module of the same values, not overridden."""
+    new = nn.LayerNorm(16)
+    new.load_state_dict(model.norm.state_dict())
+    model.norm = new
+
+
+def delete_forward(model: nn.Module, runner: Any) -> None:
+    del model.norm.__dict__["forward"]
+
+
+def overwrite_forward(model: nn.Module, runner: Any) -> None:
+    """Somebody's own method in the place of the override."""
+    norm = model.norm
+    norm.forward = lambda x: F.layer_norm(x, (16,), norm.weight.to(x.dtype), norm.bias.to(x.dtype))
+
+
+def move_buffers(model: nn.Module, runner: Any) -> None:
+    model.bn.float()
 
 
 def stored_runner(
