@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed
 from torch import nn
@@ -41,6 +41,29 @@ def sharded_by(model: nn.Module) -> str | None:
             return "FSDP2"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return "DTensor"
+    return None
+
+
+def unit_out_of_reach(module: nn.Module, is_overridden: Callable[[nn.Module], bool]) -> str | None:
+    """The name below ``module`` of an FSDP2 unit that an override of ``module`` does not reach, or None.
+
+    A unit puts its gathered parameters in place when it is called, over whatever an override further up has put
+    there, and may cast its inputs (``MixedPrecisionPolicy``). An override of the unit itself comes after that.
+
+    Args:
+        module: An overridden module.
+        is_overridden: Whether a module has an override of its own.
+    """
+    if not torch.distributed.is_available():
+        return None
+    for name, child in module.named_children():
+        if is_overridden(child):
+            continue  # looked at on its own
+        if isinstance(child, FSDPModule):
+            return name
+        below = unit_out_of_reach(child, is_overridden)
+        if below is not None:
+            return f"{name}.{below}"
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from dtype_hooks.core.data_parallel import renew_reducers, sharded_by
+from dtype_hooks.core.data_parallel import renew_reducers, sharded_by, unit_out_of_reach
 from dtype_hooks.core.dtypes import dtype_name, resolve_dtype
 from dtype_hooks.core.installed import (
     block_fast_path,
@@ -161,6 +161,7 @@ class OverrideHandle:
             raise SelectionError(dead[0].replace("Mend it or drop it.", "Mend it, or drop strict=True."))
         for selected, method in plan:
             self._check(selected, method)
+        self._check_units(plan)
         storage = self._plan_storage(result, plan)
         self._let_go_of_all_but(plan)
         self._install(plan, result)
@@ -221,6 +222,19 @@ class OverrideHandle:
                 raise SelectionError(
                     f"{self.rule.name}: {claim.label!r} ({dtype_name(claim.dtype)}) and {selected.caught_by[0]!r} "
                     f"({dtype_name(self.rule.dtype)}) both claim '{selected.names[0]}.{method}'. Narrow one of them."
+                )
+
+    def _check_units(self, plan: list[tuple[Selected, str]]) -> None:
+        ids = {id(selected.module) for selected, _ in plan}
+        for selected, method in plan:
+            unit = unit_out_of_reach(
+                selected.module, lambda m: id(m) in ids or find_override(m, "forward") is not None
+            )
+            if unit is not None:
+                raise OverrideError(
+                    f"{self.rule.name}: {selected.names[0]}.{method}: got a module with the FSDP2 unit {unit!r} below it, "
+                    "which puts its own parameters in place when it is called; expected the units to be named as well. "
+                    f"Let the patterns match '{selected.names[0]}.{unit}' too, or shard {selected.names[0]!r} as one unit."
                 )
 
     def _dead(self, result: SelectionResult, plan: list[tuple[Selected, str]]) -> list[str]:

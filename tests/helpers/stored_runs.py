@@ -180,7 +180,7 @@ def stored_runner(
     **kwargs: Any,
 ) -> Any:
     """A Runner over :class:`Rows`, on as many ranks as there are, each with its own batches."""
-    distributed = torch.distributed.is_initialized()
+    distributed = torch.distributed.is_initialized() and kwargs.get("launcher") != "none"
     cfg = dict(cfg or {})
     if distributed and runner_type is Runner:
         cfg["model_wrapper_cfg"] = {
@@ -210,7 +210,7 @@ def stored_runner(
         optim_wrapper=optim_wrapper,
         custom_hooks=list(hooks),
         default_hooks={"checkpoint": checkpoint, "sampler_seed": None},
-        launcher="pytorch" if distributed else "none",
+        launcher=kwargs.pop("launcher", "pytorch" if distributed else "none"),
         cfg=cfg,
         randomness={"seed": 0},
         experiment_name=f"stored_run_{next(_count)}",  # names are global to the process
