@@ -21,6 +21,7 @@ Torch alone; mmengine's AutocastHook builds on it.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -99,26 +100,45 @@ def resolve_node_dtype(submodule: nn.Module, model_dtype: torch.dtype | None) ->
     Raises:
         ConfigError: For an own dtype that is none.
     """
-    opted_out = getattr(submodule, "disable_autocast", False)
-    if opted_out() if callable(opted_out) else opted_out:
+    if opts_out(submodule):
         return None
     own = _own_dtype(submodule)
     return model_dtype if own is _ABSENT or own is None else own
+
+
+def opts_out(submodule: nn.Module) -> bool:
+    """Whether ``disable_autocast`` is true: an attribute, a property or a method without arguments."""
+    opted_out = getattr(submodule, "disable_autocast", False)
+    return bool(opted_out() if callable(opted_out) else opted_out)
+
+
+def has_own_dtype(submodule: nn.Module) -> bool:
+    """Whether the module's own ``get_autocast_dtype()`` returns a dtype."""
+    return _own_dtype(submodule) not in (_ABSENT, None)
 
 
 @contextmanager
 def node_scope(node_name: str | None, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Name the node whose forward runs inside, and its resolved dtype; scopes nest, and threads have their own.
 
+    As ``torch.autocast``'s, the state belongs to the thread: a generator that yields inside shows its scope to whoever
+    resumes it. Does nothing while dynamo traces, which cannot set a context variable: put it around the compiled call.
+
     Args:
         node_name: Dotted name, or None for a node without one.
         dtype: What :func:`resolve_node_dtype` returned for it.
     """
-    token = _scope.set(_Scope(node_name, dtype))
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = _scope.get()
+    _scope.set(_Scope(node_name, dtype))
     try:
         yield
     finally:
-        _scope.reset(token)
+        _scope.set(
+            before
+        )  # not by its token: a generator may be closed in another context, where reset() raises
 
 
 def warn_implicit_downcast(op: str, src: torch.dtype, dst: torch.dtype) -> None:
@@ -141,10 +161,12 @@ def warn_implicit_downcast(op: str, src: torch.dtype, dst: torch.dtype) -> None:
         return
     _reported.add((node, op))
     where = op if node is None else f"node {node!r}: {op}"
-    warnings.warn(
-        f"{where} runs a {dtype_name(src)} input in {dtype_name(dst)}, which cannot hold all of its values.",
-        stacklevel=2,
+    text = (
+        f"{where} runs a {dtype_name(src)} input in {dtype_name(dst)}, which cannot hold all of its values."
     )
+    caller = sys._getframe(1)
+    # Without the caller's registry, in which Python's default filter would find the warning of an earlier run.
+    warnings.warn_explicit(text, UserWarning, caller.f_code.co_filename, caller.f_lineno)
 
 
 def reset_implicit_downcasts() -> None:
@@ -153,13 +175,34 @@ def reset_implicit_downcasts() -> None:
 
 
 def holds(dst: torch.dtype, src: torch.dtype) -> bool:
-    """Whether every finite value of the floating dtype ``src`` is one of ``dst``: precision and range, both ends.
+    """Whether every finite value of ``src`` is one of ``dst``: precision and range, both ends.
 
-    float16 and bfloat16 do not hold each other. A dtype that is not floating is held by everything.
+    float16 and bfloat16 do not hold each other; bfloat16 holds int8, not int16; a complex dtype is held by one whose parts
+    hold its parts; bool is held by every dtype and holds itself alone. Storage formats that torch gives no limits for (fewer
+    than 8 bits) count as held.
     """
-    if not (src.is_floating_point and dst.is_floating_point):
+    if src is dst or src is torch.bool:
         return True
-    wide, narrow = torch.finfo(dst), torch.finfo(src)
+    if dst is torch.bool or (src.is_complex and not dst.is_complex):
+        return False
+    try:
+        return _holds_reals(dst.to_real(), src.to_real())
+    except (TypeError, NotImplementedError):  # of finfo and iinfo
+        return True
+
+
+def _holds_reals(dst: torch.dtype, src: torch.dtype) -> bool:
+    if src.is_floating_point:
+        return dst.is_floating_point and _holds_floats(torch.finfo(dst), torch.finfo(src))
+    smallest, largest = torch.iinfo(src).min, torch.iinfo(src).max
+    if dst.is_floating_point:
+        wide = torch.finfo(dst)
+        # Integers without gaps go up to 2/eps. The ends are 0 or powers of two, less one at the top.
+        return max(largest, -smallest) <= 2 / wide.eps and max(largest, -smallest) <= wide.max
+    return torch.iinfo(dst).min <= smallest and largest <= torch.iinfo(dst).max
+
+
+def _holds_floats(wide: torch.finfo, narrow: torch.finfo) -> bool:
     return (
         wide.eps <= narrow.eps
         and wide.max >= narrow.max

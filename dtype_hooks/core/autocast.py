@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,9 @@ from dtype_hooks.core.dtypes import dtype_name
 from dtype_hooks.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+NARROW = (torch.bfloat16, torch.float16)
+"""What torch.autocast casts to."""
 
 
 class Region:
@@ -29,7 +32,7 @@ class Region:
         self, device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
     ) -> None:
         self._open = functools.partial(torch.autocast, device_type, dtype, enabled, cache_enabled)
-        self._entered = threading.local()
+        self._entered = threading.local()  # the open regions of each thread
         self._open()  # torch's own errors and warnings about the arguments come here, where they are written
 
     def __enter__(self) -> Region:
@@ -50,6 +53,10 @@ class Region:
                 return function(*args, **kwargs)
 
         return autocasting  # type: ignore[return-value]
+
+    def __reduce__(self) -> tuple:
+        """Copied and pickled with the module that holds it, as torch's: what is open stays here."""
+        return (Region, self._open.args)
 
     @property
     def _stack(self) -> list[Any]:
@@ -125,18 +132,43 @@ def check_autocast(device_type: str, dtype: torch.dtype, where: str) -> None:
     """Refuse what torch would only warn of, and then go on in float32.
 
     Raises:
-        ConfigError: For a device without autocast, or a dtype that it cannot autocast to.
+        ConfigError: For a device without autocast or that is not there, or a dtype that it cannot autocast to.
     """
-    if not torch.amp.is_autocast_available(device_type):
+    if not is_present(device_type):
         raise ConfigError(
-            f"{where}.device_type: got {device_type!r}, for which torch {torch.__version__} has no autocast; expected a device "
-            "with it. Set enabled=False there."
+            f"{where}.device_type: got {device_type!r}, for which torch {torch.__version__} has no autocast or finds no device "
+            "here; expected a device that is present. Set enabled=False there."
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        region: AbstractContextManager[Any] = torch.autocast(device_type, dtype)
-    if not getattr(region, "_enabled", True):
+    if dtype not in NARROW or not _autocasts(device_type, dtype):
         raise ConfigError(
             f"{where}.dtype: got {dtype_name(dtype)!r} on {device_type!r}; expected a dtype that it can autocast to: "
-            "bfloat16, or float16. Set enabled=False to stay in float32."
+            "bfloat16, or float16. Set enabled=False to stay in float32, or disable_autocast = True on one module."
         )
+
+
+def is_present(device_type: str) -> bool:
+    """Whether torch knows autocast for the device type and finds such a device.
+
+    torch.autocast itself opens regions for xpu, mps, mtia and hpu on machines without them (torch 2.13).
+    """
+    try:
+        if not torch.amp.is_autocast_available(device_type):
+            return False
+        torch.empty(0, device=device_type)
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ):  # meta; a build without it; a machine without it
+        return False
+    return True
+
+
+def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            region: Any = torch.autocast(device_type, dtype)
+    except RuntimeError:  # a GPU without bfloat16
+        return False
+    return getattr(region, "_enabled", True)

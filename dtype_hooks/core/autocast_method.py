@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from dtype_hooks.core.autocast import NARROW
 from dtype_hooks.core.casting import map_tensors
-from dtype_hooks.core.native import stored_dtype
 from dtype_hooks.core.stand_in import StandIn
-from dtype_hooks.node_dtype import node_scope
+from dtype_hooks.node_dtype import node_scope, warn_implicit_downcast
 
 
 class Phase:
@@ -31,56 +30,95 @@ class Phase:
         return self  # an EMA copy goes through the phases of its run
 
 
+class CastOutput(Protocol):
+    """What casts the outputs of predicting calls."""
+
+    def given(self, inputs: Any) -> frozenset[int]:
+        """Note, before the call, what of its inputs is not to be cast where it comes out again."""
+
+    def __call__(self, output: Any, given: frozenset[int]) -> Any:
+        """Return ``output`` with its floating tensors cast."""
+
+
 class AutocastMethod(StandIn):
     """A node's ``forward`` in a fresh ``torch.autocast`` region, named by :func:`~dtype_hooks.node_dtype.node_scope`.
 
     A fresh region for each call is what makes nested calls, recursion, threads, exceptions, recomputed checkpoints and
     weights that change in place between calls right. A node without a dtype is kept out: autocast is off inside, and
     arguments that a region around it has made narrow come in the dtype that its parameters are stored in.
+
+    Attributes:
+        node: The node's name.
+        device_type: Of the region.
+        dtype: Of the region; None turns autocast off.
+        cache_enabled: Of the region.
+        phase: Says whether regions are opened now.
+        has_region_around: Whether another node's region may have made the arguments narrow.
+        cast_output: Casts what predicting calls return; None leaves it.
+        called: Whether an eager call has come here.
     """
 
     layer = 1  # outside an override of the same method, which turns autocast off again
 
-    def __init__(
-        self,
-        module: nn.Module,
-        node: str,
-        device_type: str,
-        dtype: torch.dtype | None,
-        cache_enabled: bool | None,
-        phase: Phase,
-    ) -> None:
+    def __init__(self, module: nn.Module, node: str) -> None:
         super().__init__(module, "forward")
         self.node = node
-        self.device_type = device_type
-        self.dtype = dtype
-        self.cache_enabled = cache_enabled
-        self.phase = phase
-        self.cast_output: Callable[[Any], Any] | None = None
+        self.device_type = "cpu"
+        self.dtype: torch.dtype | None = None
+        self.cache_enabled: bool | None = None
+        self.phase = Phase(on=False)
+        self.has_region_around = False
+        self.cast_output: CastOutput | None = None
+        self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        y = self._in_region(args, kwargs) if self.phase.on else self._original(args, kwargs)
-        if self.cast_output is not None and (self.phase.predicts or kwargs.get("mode") == "predict"):
-            return self.cast_output(y)
-        return y
+        cast_output = self.cast_output
+        if cast_output is None or not (self.phase.predicts or kwargs.get("mode") == "predict"):
+            return self._in_region(args, kwargs)
+        given = cast_output.given((args, kwargs))
+        return cast_output(self._in_region(args, kwargs), given)
+
+    def switch_off(self) -> None:
+        """Be as if not there, where it cannot be taken off: somebody has wrapped it since."""
+        self.phase, self.cast_output = Phase(on=False), None
 
     def _in_region(self, args: tuple, kwargs: dict) -> Any:
-        if is_compiling():  # dynamo cannot trace a change of a context variable
+        compiling = is_compiling()
+        if not compiling:
+            self.called = True
+        if not self.phase.on:
+            return self._original(args, kwargs)
+        if compiling:  # dynamo cannot trace a change of a context variable
             return self._autocast(args, kwargs)
         with node_scope(self.node, self.dtype):
             return self._autocast(args, kwargs)
 
     def _autocast(self, args: tuple, kwargs: dict) -> Any:
         if self.dtype is None:
-            dtype = stored_dtype(self.module)
+            if self.has_region_around:
+                args, kwargs = self._as_stored(args, kwargs)
             with torch.autocast(self.device_type, enabled=False):
-                return self._original(
-                    *map_tensors(lambda x: x.to(dtype) if is_narrow(x) else x, (args, kwargs))
-                )
+                return self._original(args, kwargs)
         with torch.autocast(self.device_type, self.dtype, True, self.cache_enabled):
             return self._original(args, kwargs)
 
+    def _as_stored(self, args: tuple, kwargs: dict) -> Any:
+        """The arguments with what a region has made narrow in the dtype of the parameters."""
+        stored = _computed_dtype(self.module)
 
-def is_narrow(x: Tensor) -> bool:
-    """Whether ``x`` is in a dtype that autocast casts to."""
-    return x.dtype is torch.bfloat16 or x.dtype is torch.float16
+        def cast(x: Tensor) -> Tensor:
+            if x.dtype is stored or x.dtype not in NARROW:
+                return x
+            warn_implicit_downcast("arguments", x.dtype, stored)
+            return x.to(stored)
+
+        return map_tensors(cast, (args, kwargs))
+
+
+def _computed_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of the module's first floating parameter or buffer of more than 8 bits, else torch's default dtype."""
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.itemsize > 1:  # the others are for storage alone
+                return tensor.dtype
+    return torch.get_default_dtype()

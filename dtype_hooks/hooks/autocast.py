@@ -11,21 +11,30 @@ from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from torch import nn
 
-from dtype_hooks.core.autocast import check_autocast, device_type_of, device_type_of_parameters
+from dtype_hooks.core.autocast import NARROW, check_autocast, device_type_of, device_type_of_parameters
 from dtype_hooks.core.autocast_method import Phase
 from dtype_hooks.core.data_parallel import renew_reducers
 from dtype_hooks.core.dtypes import dtype_name, resolve_dtype
-from dtype_hooks.core.nodes import Node, Regions, cast_nodes, resolve_nodes
+from dtype_hooks.core.nodes import (
+    ROOT,
+    Node,
+    Regions,
+    cast_nodes,
+    check_castable,
+    never_called_nodes,
+    resolve_nodes,
+    tensors_of,
+)
 from dtype_hooks.core.selection import Selection, SelectionResult
-from dtype_hooks.core.storage import claims_on
+from dtype_hooks.core.storage import claims_on, tensor_names
 from dtype_hooks.core.validation import as_bool, as_interval
 from dtype_hooks.errors import ConfigError
 from dtype_hooks.hooks.optimizers import mend_optimizer_states
 from dtype_hooks.hooks.predictions import CastPredictions
-from dtype_hooks.hooks.ranks import any_rank, raise_together
+from dtype_hooks.hooks.ranks import any_rank, gather_from_ranks, raise_together
 from dtype_hooks.hooks.registry import register_hook
-from dtype_hooks.hooks.runner import bare_model, check_storable
-from dtype_hooks.node_dtype import reset_implicit_downcasts, resolve_model_dtype, warn_implicit_downcast
+from dtype_hooks.hooks.runner import bare_model, check_storable, is_compiled
+from dtype_hooks.node_dtype import reset_implicit_downcasts, resolve_model_dtype
 from dtype_hooks.report.nodes import nodes_line, nodes_table
 
 PHASES = ("train", "val", "test")
@@ -96,9 +105,11 @@ class AutocastHook(Hook):
         where = "AutocastHook"
         self.enabled = as_bool(enabled, f"{where}.enabled")
         self.device_type = (
-            None if device_type is None else device_type_of(device_type, f"{where}.device_type")
+            device_type_of(device_type, f"{where}.device_type")
+            if self.enabled and device_type is not None
+            else None
         )
-        self.dtype = None if dtype is None else _as_autocast_dtype(dtype)
+        self.dtype = None if dtype is None else _as_autocast_dtype(dtype, self.enabled)
         self.cache_enabled = (
             None if cache_enabled is None else as_bool(cache_enabled, f"{where}.cache_enabled")
         )
@@ -110,9 +121,15 @@ class AutocastHook(Hook):
         self.check_interval = as_interval(check_interval, f"{where}.check_interval")
         self.verbose = as_bool(verbose, f"{where}.verbose")
         self.cast_nodes = as_bool(cast_nodes, f"{where}.cast_nodes")
+        if self.output_dtype is not None and not self.selection.is_empty:
+            raise ConfigError(
+                f"{where}.output_dtype: got patterns as well, so that the model itself has no region; expected one of the "
+                "two. Leave output_dtype out."
+            )
         self.regions: Regions | None = None
-        self._model: nn.Module | None = None
+        self._modules: list[nn.Module] = []
         self._phase = Phase()
+        self._first_iteration_done = False
 
     def before_run(self, runner: Runner) -> None:
         """Resolve the nodes and install, before anything copies, wraps or compiles the model."""
@@ -145,15 +162,28 @@ class AutocastHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Put back regions that are gone, every ``check_interval`` iterations."""
+        """Put back regions that are gone, every ``check_interval`` iterations; after the first, say if none was entered."""
+        self._report_first_iteration(runner)
         if self.check_interval and self.every_n_train_iters(runner, self.check_interval):
             self._put_back(runner)
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """After the first iteration of a run without training, say if no region was entered."""
+        self._report_first_iteration(runner)
+
+    def after_test_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """After the first iteration of a run without training, say if no region was entered."""
+        self._report_first_iteration(runner)
 
     def remove(self) -> None:
         """Take the regions off the model."""
         if self.regions is not None:
             self.regions.remove()
-        self.regions = self._model = None
+        self.regions = None
 
     def _enter(self, phase: str) -> None:
         self._phase.on = phase in self.phases
@@ -163,34 +193,51 @@ class AutocastHook(Hook):
         if not self.enabled:
             return
         model = bare_model(runner)
-        if self._model is model:
+        modules = list(model.modules())
+        if self.regions is not None and self.regions.model is model and self._modules == modules:
             self._put_back(runner)
             return
         self.remove()
-        error: Exception | None = None
+        self._modules = modules
+        error, chosen = None, None
         try:
             _check_owners(runner)
-            self._install_on(model, runner)
+            self.regions, chosen = self._plan(model, runner)
         except Exception as caught:  # raised again, on all ranks
             error = caught
         raise_together(error)
+        if self.regions is not None and chosen is not None:
+            self._put_in(runner, self.regions)
+            self._report(runner, self.regions, chosen)
+            if self.cast_nodes:
+                self._store(runner, self.regions)
 
-    def _install_on(self, model: nn.Module, runner: Runner) -> None:
+    def _plan(self, model: nn.Module, runner: Runner) -> tuple[Regions, SelectionResult]:
+        """Resolve the nodes and check all that can be wrong, without touching the model."""
         device_type = self._device_type(model)
         dtype, source = self._model_dtype(model, runner, device_type)
         nodes, chosen = resolve_nodes(model, dtype, source, self.selection)
         for node in nodes:
             if node.dtype is not None:
-                check_autocast(device_type, node.dtype, f"AutocastHook ({node.name})")
+                check_autocast(device_type, node.dtype, _where(node))
         if self.cast_nodes:
             check_storable(runner)
-        regions = Regions(nodes, self._phase)
-        regions.install(device_type, self.cache_enabled, "AutocastHook")
-        self.regions, self._model = regions, model
-        self._cast_predictions(model)
-        self._report(runner, model, device_type, chosen)
-        if self.cast_nodes:
-            self._store(runner, nodes, model)
+            check_castable(nodes, "AutocastHook.cast_nodes")
+        regions = Regions(model, nodes, self._phase, device_type, self.cache_enabled)
+        regions.check(self._others(runner), "AutocastHook")
+        return regions, chosen
+
+    def _others(self, runner: Runner) -> list[Regions]:
+        """The regions of the run's other entries."""
+        hooks = (hook for hook in runner.hooks if isinstance(hook, AutocastHook) and hook is not self)
+        return [hook.regions for hook in hooks if hook.regions is not None]
+
+    def _put_in(self, runner: Runner, regions: Regions) -> None:
+        regions.install(self._others(runner))
+        if self.output_dtype is not None:
+            for method in regions.methods:
+                if method.module is regions.model:
+                    method.cast_output = CastPredictions(self.output_dtype)
 
     def _device_type(self, model: nn.Module) -> str:
         at = device_type_of_parameters(model)
@@ -215,22 +262,8 @@ class AutocastHook(Hook):
             return dtype, "model"
         return torch.get_autocast_dtype(device_type), "device default"
 
-    def _cast_predictions(self, model: nn.Module) -> None:
-        """Let the model's own region, or a stand-in without one, cast what it predicts."""
-        if self.output_dtype is None or self.regions is None:
-            return
-        root = next((method for method in self.regions.methods if method.module is model), None)
-        if root is None:
-            raise ConfigError(
-                "AutocastHook.output_dtype: got patterns as well, so that the model itself has no region; expected one of the "
-                "two. Leave output_dtype out."
-            )
-        root.cast_output = CastPredictions(self.output_dtype)
-
-    def _store(self, runner: Runner, nodes: list[Node], model: nn.Module) -> None:
-        changed = cast_nodes(nodes, model)
-        for node, tensor in changed:
-            warn_implicit_downcast(f"cast_nodes ({node})", torch.float32, tensor.dtype)
+    def _store(self, runner: Runner, regions: Regions) -> None:
+        changed = cast_nodes(regions.nodes)
         runner.logger.info(
             f"AutocastHook: {len(changed)} parameters and buffers stored in their node's dtype"
         )
@@ -241,28 +274,52 @@ class AutocastHook(Hook):
     def _put_back(self, runner: Runner) -> None:
         if self.regions is None or not any_rank(bool(self.regions.missing())):
             return
-        names = [method.node for method in self.regions.missing()]
-        self.regions.install(self._device_type(bare_model(runner)), self.cache_enabled, "AutocastHook")
-        self._cast_predictions(bare_model(runner))
+        gone = gather_from_ranks([method.node for method in self.regions.missing()])
+        self._put_in(runner, self.regions)
+        names = list(dict.fromkeys(name for _, name in gone))
         runner.logger.warning(
-            f"AutocastHook at iteration {runner.iter + 1}: regions were gone and are back: {names[:8]}"
+            f"AutocastHook at iteration {runner.iter + 1}: {len(names)} regions were gone and are back: "
+            f"{', '.join(map(repr, names[:8]))}"
         )
 
-    def _report(self, runner: Runner, model: nn.Module, device_type: str, chosen: SelectionResult) -> None:
-        nodes = self.regions.nodes if self.regions is not None else []
-        for message in (*chosen.dead_messages("AutocastHook"), *_narrow_by_hand(model)):
-            runner.logger.warning(message)
+    def _report(self, runner: Runner, regions: Regions, chosen: SelectionResult) -> None:
+        nodes = regions.nodes
+        messages = chosen.dead_messages("AutocastHook")
+        if not self.cast_nodes:
+            messages += _narrow_by_hand(regions)
+        messages += [
+            f"AutocastHook: {name!r} is never called, its parent reads its weights: no region there. Name the parent."
+            for name in never_called_nodes(regions.model, nodes)
+        ]
         if not any(node.dtype is not None for node in nodes):
-            runner.logger.warning(
+            messages.append(
                 "AutocastHook: no node autocasts: the model's get_autocast_dtype() returns None, autocast_dtype is null, or "
                 "patterns match nothing. Name a dtype, or set enabled=False."
             )
-        runner.logger.info(nodes_line(nodes, device_type, self.phases))
+        for message in messages:
+            runner.logger.warning(message)
+        runner.logger.info(nodes_line(nodes, regions.device_type, self.phases))
         if self.verbose:
             runner.logger.info("\n" + nodes_table(nodes))
 
+    def _report_first_iteration(self, runner: Runner) -> None:
+        """Say so where nothing calls the forward of any node: some models override train_step and call their parts."""
+        if self._first_iteration_done or self.regions is None:
+            return
+        self._first_iteration_done = True
+        methods = [method for method in self.regions.methods if method.dtype is not None]
+        if methods and not any(method.called for method in methods) and not is_compiled(runner):
+            runner.logger.warning(
+                f"AutocastHook: no forward of {', '.join(repr(m.node) for m in methods[:8])} was called in the first "
+                "iteration, so nothing was autocast. Name the modules that the model calls in patterns."
+            )
 
-def _as_autocast_dtype(value: str | torch.dtype) -> torch.dtype:
+
+def _where(node: Node) -> str:
+    return "AutocastHook" if node.name == ROOT else f"AutocastHook ({node.name})"
+
+
+def _as_autocast_dtype(value: str | torch.dtype, enabled: bool) -> torch.dtype:
     where = "AutocastHook.dtype"
     if isinstance(value, bool) or not isinstance(value, (str, torch.dtype)):
         raise ConfigError(
@@ -273,7 +330,7 @@ def _as_autocast_dtype(value: str | torch.dtype) -> torch.dtype:
             f"{where}: got {value!r}; expected 'bfloat16' or 'float16' (bf16, fp16, half). Write dtype='bfloat16'."
         )
     dtype = resolve_dtype(value, where)
-    if dtype in (torch.float32, torch.float64):
+    if enabled and dtype not in NARROW:
         raise ConfigError(
             f"{where}: got {dtype_name(dtype)!r}; expected a dtype narrower than float32. Set enabled=False for full precision."
         )
@@ -310,13 +367,15 @@ def _check_owners(runner: Runner) -> None:
         )
 
 
-def _narrow_by_hand(model: nn.Module) -> list[str]:
-    """One sentence where parameters were cast by ``model.half()`` or ``.bfloat16()``, not by a rule of ours."""
+def _narrow_by_hand(regions: Regions) -> list[str]:
+    """One sentence where parameters of autocast nodes were cast by ``model.half()`` or ``.bfloat16()``, by no rule of ours."""
+    names = tensor_names(regions.model)
     narrow = [
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dtype in (torch.float16, torch.bfloat16) and not claims_on(parameter)
+        names[id(tensor)][0]
+        for node in regions.nodes
+        if node.dtype is not None
+        for tensor in tensors_of(node, regions.nodes)
+        if isinstance(tensor, nn.Parameter) and tensor.dtype in NARROW and not claims_on(tensor)
     ]
     if not narrow:
         return []
