@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from dtype_hooks.core.dtypes import dtype_name
 from dtype_hooks.core.storage import Stored
 
-ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
-"""Optimizers that divide by ``sqrt(v) + eps``: with parameters in float16 an eps of 1e-8 rounds to zero."""
+DIVIDING = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad")
+"""Optimizers that divide by ``sqrt(v) + eps``: with parameters in float16 an eps of 1e-8 rounds to zero (each seen to
+give NaN or -inf in torch 2.13 where ``v`` rounds to zero too; the fused kernels compute in float32)."""
 
 SMALLEST_HALF = 2.0**-25
 """Half of float16's smallest subnormal: what is not above it rounds to zero."""
@@ -51,7 +52,7 @@ def storage_warnings(runner: Runner, stored: list[Stored]) -> list[str]:
     """What will go wrong, silently, with these stored dtypes in this run; one sentence each, with what to do."""
     trained = {id(p) for p in trained_parameters(runner)}
     half = [s for s in stored if s.dtype is torch.float16 and id(s.tensor) in trained]
-    checks = (_unscaled_half, _half_in_adam, _standing_ema)
+    checks = (_unscaled_half, _half_divided_by_zero, _standing_ema)
     return [text for check in checks if (text := check(runner, half, stored)) is not None]
 
 
@@ -109,22 +110,22 @@ def _unscaled_half(runner: Runner, half: list[Stored], stored: list[Stored]) -> 
     )
 
 
-def _half_in_adam(runner: Runner, half: list[Stored], stored: list[Stored]) -> str | None:
+def _half_divided_by_zero(runner: Runner, half: list[Stored], stored: list[Stored]) -> str | None:
     ids = {id(s.tensor) for s in half}
     for optimizer in optimizers_of(runner):
         for group in optimizer.param_groups:
             if _divides_by_zero(optimizer, group) and any(id(p) in ids for p in group["params"]):
+                fused = "fused=True, or " if "fused" in group else ""
                 return (
                     f"DtypeOverrider: {type(optimizer).__name__} with eps={group['eps']} on parameters stored in float16: "
-                    "eps rounds to zero there and weights become NaN. Set fused=True, or eps >= 1e-4, or store them in "
-                    "bfloat16."
+                    f"eps rounds to zero there and weights become NaN. Set {fused}eps >= 1e-4, or store them in bfloat16."
                 )
     return None
 
 
 def _divides_by_zero(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return (
-        type(optimizer).__name__ in ADAMS
+        type(optimizer).__name__ in DIVIDING
         and not group.get("fused")
         and group.get("eps", 1.0) <= SMALLEST_HALF
     )
