@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiling import never_compiled_alone
 
+
+@never_compiled_alone
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it cast to ``dtype``.
 
@@ -22,6 +25,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
+@never_compiled_alone
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``fn`` applied to every tensor in it; an unchanged container is returned itself."""
     return _map(fn, value)[0]
@@ -42,6 +46,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+@never_compiled_alone
 def _map(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
     """The mapped value and whether it is another one than before: dynamo cannot ask ``is`` of containers."""
     if isinstance(value, Tensor):
@@ -56,6 +61,7 @@ def _map(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
     return value, False
 
 
+@never_compiled_alone
 def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
     mapped = [_map(fn, item) for item in value]
     if not any(changed for _, changed in mapped):
@@ -78,6 +84,7 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool
     return result, True
 
 
+@never_compiled_alone
 def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> tuple[dict, bool]:
     mapped = {key: _map(fn, item) for key, item in value.items()}
     if not any(changed for _, changed in mapped.values()):
@@ -85,6 +92,7 @@ def _map_dict(fn: Callable[[Tensor], Tensor], value: dict) -> tuple[dict, bool]:
     return _dict_like(value, {key: new for key, (new, _) in mapped.items()}), True
 
 
+@never_compiled_alone
 def _dict_like(value: dict, items: dict) -> dict:
     if type(value) is dict:
         return items
@@ -100,6 +108,7 @@ def _dict_like(value: dict, items: dict) -> dict:
     return result
 
 
+@never_compiled_alone
 def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, bool]:
     mapped = {name: _map(fn, item) for name, item in _fields(value).items()}
     if not any(changed for _, changed in mapped.values()):
@@ -110,6 +119,7 @@ def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> tuple[Any, boo
     return result, True
 
 
+@never_compiled_alone
 def _fields(value: Any) -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(value))
     return {name: getattr(value, name) for name in names if hasattr(value, name)}

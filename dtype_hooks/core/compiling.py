@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo  # assume_constant_result must be in place before dynamo sees the functions below
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._functorch import config as functorch_config
+
+T = TypeVar("T")
 
 
 class BackwardAutocast:
@@ -73,6 +76,24 @@ def trace_backward_without_autocast() -> bool:
     """Hold the config; dynamo runs this while it traces instead of putting it into the graph."""
     _backward_autocast.hold()
     return True
+
+
+def never_compiled_alone(code: T) -> T:
+    """A decorator for a function, or a class and its methods, in which dynamo may not start a graph of its own.
+
+    It still traces them as part of a caller's graph. Where that graph breaks inside an overridden method, dynamo would
+    go on to compile our own frames one by one, with the parameters that they have put in place of others; some of those
+    would stay there. As it is, the call then runs as without compile, and the user's frames below are compiled.
+
+    A class's ``__call__`` is excepted, since ``module.compile()`` starts there: it should do nothing but call another.
+    """
+    if isinstance(code, type):
+        for name, method in vars(code).items():
+            if isinstance(method, FunctionType) and name != "__call__":
+                skip_code(method.__code__)
+    elif isinstance(code, FunctionType):
+        skip_code(code.__code__)
+    return code
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

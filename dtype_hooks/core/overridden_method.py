@@ -17,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .casting import cast_floating, map_tensors, tensors_in
-from .compiling import trace_backward_without_autocast
+from .compiling import never_compiled_alone, trace_backward_without_autocast
 from .dtypes import dtype_name
 from .native import native_output_dtypes, stored_dtype
 from .stand_in import StandIn
@@ -76,6 +76,7 @@ class Gate:
         return (Gate, ())  # a lock is neither copied nor pickled
 
 
+@never_compiled_alone
 class OverriddenMethod(StandIn):
     """A module's method, run in ``dtype`` with autocast off; lies in ``module.__dict__`` under the method's name.
 
@@ -130,6 +131,10 @@ class OverriddenMethod(StandIn):
         return self.fresh < FIRST_CALLS
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The only frame of ours in which dynamo may start a graph; see never_compiled_alone.
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict) -> Any:
         compiling = is_compiling()
         if compiling:
             if torch.compiler.is_dynamo_compiling():
@@ -152,7 +157,7 @@ class OverriddenMethod(StandIn):
             if not compiling and cast.is_inference():
                 cast = CastOnce(dtype)(x)
             y = self._compute(dtype, x, (cast, *args[1:]), kwargs, compiling)
-            if not compiling and cast._version > 0:
+            if self._returns_its_input(cast, y) if compiling else cast._version > 0:
                 y = _hand_back_in_place(x, cast, y)
         else:
             return self._call_without_float(dtype, x, args, kwargs, compiling)
@@ -161,6 +166,10 @@ class OverriddenMethod(StandIn):
                 return y
             return y.to(given) if compiling or given not in CASTS else CASTS[given](y)
         return cast_floating(y, given)
+
+    def _returns_its_input(self, cast: Tensor, y: Any) -> bool:
+        """Whether an in-place activation has written to its input; a compiled graph keeps no count of writes."""
+        return y is cast and getattr(self.module, "inplace", False) is True
 
     # ---- the other kinds of input
 
@@ -172,10 +181,11 @@ class OverriddenMethod(StandIn):
         cast = CastOnce(dtype)
         args, kwargs = map_tensors(lambda x: cast(x) if x.is_floating_point() else x, (args, kwargs))
         y = self._compute(dtype, first, args, kwargs, compiling)
-        if not compiling:
-            for x, ours in cast.made.items():
-                if x is not ours and ours._version > 0:
-                    y = _hand_back_in_place(x, ours, y)
+        for x, ours in cast.made.items():
+            if x is ours:
+                continue
+            if self._returns_its_input(ours, y) if compiling else ours._version > 0:
+                y = _hand_back_in_place(x, ours, y)
         return cast_floating(y, first.dtype)
 
     def _call_without_float(
@@ -324,20 +334,22 @@ class OverriddenMethod(StandIn):
             return self._in_regions_without_autocast(devices[1:], args, kwargs)
 
     def _tell_kept_out(self, outside: str, compiling: bool) -> Any:
-        """Let the kept-out modules below know the autocast state outside; an outer override's word stays."""
-        if compiling:
-            before = [method.outside for method in self.kept_out]
-            for method in self.kept_out:
-                method.outside = outside or method.outside or ""
-            return before
-        return _autocast_outside.set(outside or _autocast_outside.get() or "")
+        """Let the kept-out modules below know the autocast state outside; an outer override's word stays.
 
-    def _untell_kept_out(self, before: Any, compiling: bool) -> None:
-        if compiling:
-            for method, value in zip(self.kept_out, before, strict=True):
-                method.outside = value
-        else:
-            _autocast_outside.reset(before)
+        Those that are compiled on their own, or in a graph that starts below this call, read it from the attribute.
+        """
+        token = None if compiling else _autocast_outside.set(outside or _autocast_outside.get() or "")
+        before = [method.outside for method in self.kept_out]
+        for method in self.kept_out:
+            method.outside = outside or method.outside or ""
+        return before, token
+
+    def _untell_kept_out(self, told: Any, compiling: bool) -> None:
+        before, token = told
+        for method, value in zip(self.kept_out, before, strict=True):
+            method.outside = value
+        if not compiling:
+            _autocast_outside.reset(token)
 
     # ---- what the first calls show
 
@@ -392,17 +404,20 @@ def first_floating(tensors: Iterable[Tensor]) -> Tensor | None:
     return None
 
 
+@never_compiled_alone
 def autocast_is_on(device: str) -> bool:
     """Whether autocast is on for the device type; there is none for ``meta``, where torch raises."""
     return device != "meta" and is_autocast_enabled(device)
 
 
+@never_compiled_alone
 def _hand_back_in_place(x: Tensor, cast: Tensor, y: Any) -> Any:
     """The method wrote into its input: so must we, and where it returns the input the caller gets their own."""
     x.copy_(cast)
     return map_tensors(lambda tensor: x if tensor is cast else tensor, y)
 
 
+@never_compiled_alone
 def _cast_outputs(y: Any, dtypes: list[torch.dtype] | torch.dtype) -> Any:
     if isinstance(dtypes, torch.dtype):
         return cast_floating(y, dtypes)
@@ -412,6 +427,7 @@ def _cast_outputs(y: Any, dtypes: list[torch.dtype] | torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(next(rest)) if tensor.is_floating_point() else tensor, y)
 
 
+@never_compiled_alone
 class CastOnce:
     """Casts each tensor once: the gradient of a tied parameter is summed in ``dtype``, ``query is key`` stays true.
 
@@ -422,6 +438,7 @@ class CastOnce:
         self.dtype = dtype
         self.made: dict[Tensor, Tensor] = {}
 
+    @never_compiled_alone
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor not in self.made:
             self.made[tensor] = self._cast(tensor)
@@ -434,6 +451,7 @@ class CastOnce:
             return tensor.detach().to(self.dtype)
 
 
+@never_compiled_alone
 def _swap_in(
     held: Any,
     names: Iterable[str],
@@ -450,6 +468,7 @@ def _swap_in(
             held[name] = ours
 
 
+@never_compiled_alone
 def _keep_replacement(held: dict[str, Any], name: str, stored: Tensor) -> None:
     """The method itself has put something else there; a buffer goes on in its stored dtype."""
     if name not in held:
@@ -459,6 +478,7 @@ def _keep_replacement(held: dict[str, Any], name: str, stored: Tensor) -> None:
         held[name] = now.to(stored.dtype)
 
 
+@never_compiled_alone
 def _write_back(stored: Tensor, cast: Tensor, counted: bool) -> None:
     """Keep what the method changed; an element that it left alone keeps every bit that it is stored with.
 
@@ -476,6 +496,7 @@ def _write_back(stored: Tensor, cast: Tensor, counted: bool) -> None:
                 stored.copy_(new)
 
 
+@never_compiled_alone
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether several elements lie in one place, so that nothing could have written to them."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

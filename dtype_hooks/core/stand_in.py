@@ -6,9 +6,11 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
+from dtype_hooks.core.compiling import never_compiled_alone
 from dtype_hooks.errors import OverrideError
 
 
+@never_compiled_alone
 class StandIn:
     """Base of the objects that take a method's place; see CONTRIBUTING.md for why they are objects.
 

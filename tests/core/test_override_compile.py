@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 
 from dtype_hooks import override_dtype
 
@@ -303,6 +304,102 @@ def test_an_in_place_module_compiled_returns_what_eager_returns():
     override_dtype(model, ["1"])
     x = floats().bfloat16()
     assert_same(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
+@pytest.mark.parametrize("cast_inputs", ["first", "all"])
+def test_a_compiled_in_place_module_changes_the_tensor_it_was_given(cast_inputs):
+    class Reuses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.act = nn.Linear(8, 8), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            h = self.lin(x)
+            return self.act(h) + h
+
+    model = Reuses().bfloat16()
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        override_dtype(each, ["act"], cast_inputs=cast_inputs)
+    x = floats().bfloat16()
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    assert_same(step(compiled, twin, x, False), step(model, model, x, False))
+
+
+# ---- graph breaks of the user's own, and graphs that start below an override
+
+
+class Breaks(Block):
+    def forward(self, x):
+        h = self.lin(self.norm(x))
+        torch._dynamo.graph_break()
+        return x + self.out(h)
+
+
+@needs_option
+@pytest.mark.parametrize(("stored", "around"), [(F32, True), (BF16, True), (BF16, False)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"patterns": ["^block$"]},
+        {"patterns": ["^block"], "exclude": ["out"]},
+        {"patterns": ["block"], "cast_inputs": "all"},
+    ],
+    ids=["block", "excluded_child", "all"],
+)
+def test_a_graph_break_inside_an_override_loses_no_parameter(rule, stored, around):
+    model = Net(Breaks()).to(stored)
+    override_dtype(model, **rule)
+    twin, x = copy.deepcopy(model), floats().to(stored)
+    parameters = dict(twin.named_parameters())
+    expected = [step(model, model, x, around) for _ in range(2)]
+    compiled = torch.compile(twin, backend="aot_eager")
+    assert_same([step(compiled, twin, x, around) for _ in range(2)], expected)
+    after = dict(twin.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is p for name, p in parameters.items())
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_a_recurrent_network_in_a_compiled_model_keeps_its_parameters(cls):
+    """Dynamo breaks its graph at them."""
+    model = nn.Sequential(cls(8, 8)).bfloat16()
+    override_dtype(model, ["0"])
+    x = torch.randn(3, 2, 8).bfloat16()
+    parameters, expected = dict(model.named_parameters()), model(x)[0]
+    assert_same(torch.compile(model, backend="aot_eager")(x)[0], expected)
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+    assert all(a is b for a, b in zip(model[0]._flat_weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("part", ["block", "block.lin", "block.out"])
+@pytest.mark.parametrize("stored", [F32, BF16])
+def test_a_part_compiled_on_its_own_below_an_override_computes_as_in_eager(stored, part):
+    model = Net().to(stored)
+    override_dtype(model, ["^block"], exclude=[r"block\.lin"])
+    twin, x = copy.deepcopy(model), floats().to(stored)
+    twin.get_submodule(part).compile(backend="aot_eager")
+    for _ in range(2):
+        with autocast():
+            assert_same(twin(x), model(x))
+    with autocast():
+        assert_same(twin.block.lin(x), model.block.lin(x))
+
+
+@needs_option
+@pytest.mark.parametrize("stored", [F32, BF16])
+def test_checkpointing_inside_a_compiled_model_gives_the_gradients_of_eager(stored):
+    class Checkpoints(Net):
+        def forward(self, x):
+            return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+
+    model = Checkpoints().to(stored)
+    override_dtype(model, ["^block"], exclude=[r"block\.out"])
+    twin, x = copy.deepcopy(model), floats().to(stored)
+    expected = step(model, model, x, True)
+    # Casts in the call are a side effect, which dynamo traces in no checkpointed part: there it breaks the graph.
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=stored is F32)
+    assert_same(step(compiled, twin, x, True), expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
