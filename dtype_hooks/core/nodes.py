@@ -51,9 +51,9 @@ def resolve_nodes(
 ) -> tuple[list[Node], SelectionResult]:
     """The nodes of a bare model, in its order.
 
-    Without patterns the root is one, and with patterns each chosen module. Below these, so are modules that opt out
-    (``disable_autocast``), that have a dtype of their own, or that ``exclude`` names. What has no ``forward`` to put a region
-    on (``nn.ModuleList``) hands its dtype down to its children.
+    Without patterns the root is one, and with patterns each chosen module; below these, so are modules with a dtype of
+    their own. Everywhere, modules are that opt out (``disable_autocast``) or that ``exclude`` names: their arguments may come
+    from a region. What has no ``forward`` to put a region on (``nn.ModuleList``) hands its dtype down to its children.
 
     Args:
         model: The bare model.
@@ -74,10 +74,10 @@ def resolve_nodes(
     inside = {id(m) for root in ([model] if selection.is_empty else _taken(chosen)) for m in root.modules()}
     handed_down: dict[int, Node] = {}
     for name, module in named_bare_modules(model):
-        if id(module) in nodes or id(module) not in inside or not name:
+        if id(module) in nodes or not name:
             continue
         node = rules.node(name, module) or handed_down.get(id(module))
-        if node is None:
+        if node is None or (node.dtype is not None and id(module) not in inside):
             continue
         node = replace(node, name=name, module=module)
         if has_method(module, "forward"):

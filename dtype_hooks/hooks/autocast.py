@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from dtype_hooks.core.autocast import NARROW, check_autocast, device_type_of, device_type_of_parameters
 from dtype_hooks.core.autocast_method import Phase
 from dtype_hooks.core.data_parallel import renew_reducers
-from dtype_hooks.core.dtypes import dtype_name, resolve_dtype
+from dtype_hooks.core.dtypes import DTYPES, dtype_name, resolve_dtype
 from dtype_hooks.core.nodes import (
     ROOT,
     Node,
@@ -66,10 +67,11 @@ class AutocastHook(Hook):
         cache_enabled: Whether casts of weights are kept for the length of a forward; None leaves torch's setting. Set
             False under CUDA-graph capture.
         phases: In which of ``train``, ``val`` and ``test`` regions are opened.
-        patterns: Regexes on dotted names: regions on these submodules alone, none on the model.
+        patterns: Regexes on dotted names: regions on these submodules alone, none on the model. What they return is narrow;
+            where a module in full precision follows, ``exclude`` it, which casts its arguments.
         class_patterns: The same on class names.
-        exclude: Regexes on dotted names of submodules that stay out: autocast is off inside, and floating arguments come in
-            the dtype that their parameters are stored in.
+        exclude: Regexes on dotted names of submodules that stay out: autocast is off inside, and arguments in bfloat16 or
+            float16 come in the dtype that their parameters are stored in.
         output_dtype: What predictions are cast to (in val and test, and for ``mode="predict"``); None leaves them. bfloat16
             predictions break ``.numpy()`` in many metrics.
         cast_nodes: Also store each node's parameters and floating buffers in its dtype.
@@ -321,15 +323,15 @@ def _where(node: Node) -> str:
 
 def _as_autocast_dtype(value: str | torch.dtype, enabled: bool) -> torch.dtype:
     where = "AutocastHook.dtype"
-    if isinstance(value, bool) or not isinstance(value, (str, torch.dtype)):
+    try:
+        dtype = resolve_dtype(value, where)
+    except ConfigError:
+        names = [name for name, dtype in DTYPES.items() if dtype in NARROW]
+        near = difflib.get_close_matches(str(value).removesuffix("-mixed"), names, n=1, cutoff=0.5)
+        advice = f"Did you mean {near[0]!r}?" if near else "Write dtype='bfloat16'."
         raise ConfigError(
-            f"{where}: got {value!r}; expected 'bfloat16' or 'float16'. Write dtype='bfloat16'."
-        )
-    if (isinstance(value, str) and value.endswith(("-mixed", "-true"))) or value in ("16", "32"):
-        raise ConfigError(
-            f"{where}: got {value!r}; expected 'bfloat16' or 'float16' (bf16, fp16, half). Write dtype='bfloat16'."
-        )
-    dtype = resolve_dtype(value, where)
+            f"{where}: got {value!r}; expected one of {', '.join(map(repr, names))}. {advice}"
+        ) from None
     if enabled and dtype not in NARROW:
         raise ConfigError(
             f"{where}: got {dtype_name(dtype)!r}; expected a dtype narrower than float32. Set enabled=False for full precision."
