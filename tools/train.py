@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with allow_mmengine_checkpoints():
-            train(build(make_parser().parse_args(words)))
+            args = make_parser().parse_args(words)
+            train(build(args), test=args.test)
     except DtypeHooksError as error:
         if "--traceback" in words:
             traceback.print_exc()
@@ -101,6 +102,11 @@ def make_parser() -> argparse.ArgumentParser:
         choices=launchers,
         help="what started the processes (default: seen from the environment)",
     )
+    add(
+        "--test",
+        action="store_true",
+        help="test afterwards, with the config's test_dataloader and test_evaluator",
+    )
     add("--local-rank", "--local_rank", type=int, help="given by old launchers")
     add("--traceback", action="store_true", help="show the traceback of what is reported in one line, too")
     return parser
@@ -115,17 +121,19 @@ def build(args: argparse.Namespace) -> Any:
         with spoken_warnings():
             merge_options(cfg, args.cfg_options)
             prepare_config(cfg)
-        check_complete(cfg)
+        check_complete(cfg, test=args.test)
         cfg.launcher = args.launcher or infer_launcher()
         cfg.work_dir = args.work_dir or cfg.get("work_dir") or str(Path("work_dirs", args.config.stem))
         set_checkpoint(cfg, args.resume or cfg.get("resume"))
         return build_runner(cfg)
 
 
-def train(runner: Any) -> None:
-    """Train, and leave the process group."""
+def train(runner: Any, test: bool = False) -> None:
+    """Train, test if asked, and leave the process group."""
     with explained(runner.cfg):
         runner.train()
+        if test:
+            runner.test()
     if is_distributed():
         torch.distributed.destroy_process_group()
 
@@ -147,11 +155,11 @@ def read_config(path: Path) -> Config:
         raise ConfigError(explain_load_error(error, path)) from error
 
 
-def check_complete(cfg: Config) -> None:
-    """Refuse a config that names nothing to train; a runner_type of the user's may need less."""
-    missing = [
-        key for key in ("model", "train_dataloader", "train_cfg", "optim_wrapper") if cfg.get(key) is None
-    ]
+def check_complete(cfg: Config, test: bool = False) -> None:
+    """Refuse a config that names nothing to train, or to test; a runner_type of the user's may need less."""
+    keys = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
+    keys_to_test = ("test_dataloader", "test_cfg", "test_evaluator") if test else ()
+    missing = [key for key in (*keys, *keys_to_test) if cfg.get(key) is None]
     if missing and cfg.get("runner_type") is None:
         raise ConfigError(
             f"config: got no {', '.join(missing)}; expected a config to train with; add these keys"

@@ -1,6 +1,7 @@
 """tools/train.py, by its command line: real configs, real processes."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -564,3 +565,17 @@ def test_local_rank_of_old_launchers_is_taken(tool, folder, tmp_path, monkeypatc
     )
     tool.build(args)
     assert os.environ["LOCAL_RANK"] == "1"
+
+
+def test_testing_afterwards_scores_the_test_split(tool, tmp_path):
+    words = ["train_cfg.max_iters=30", "train_cfg.val_interval=30", "log_level=ERROR"]
+    config = str(ROOT / "configs" / "digits_resnet.py")
+    assert tool.main([config, "--test", "--work-dir", str(tmp_path / "run"), "--cfg-options", *words]) == 0
+    (scalars,) = (tmp_path / "run").glob("*/*.json")
+    assert 0 < json.loads(scalars.read_text())["accuracy"] <= 100
+
+
+def test_testing_without_a_test_split_is_refused(run, folder):
+    code, lines = run(str(folder / "text.py"), "--test")
+    assert code == 2
+    assert "got no test_dataloader, test_cfg, test_evaluator" in lines[0]
