@@ -198,16 +198,21 @@ def _holds_reals(dst: torch.dtype, src: torch.dtype) -> bool:
     if dst.is_floating_point:
         wide = torch.finfo(dst)
         # Integers without gaps go up to 2/eps. The ends are 0 or powers of two, less one at the top.
-        return max(largest, -smallest) <= 2 / wide.eps and max(largest, -smallest) <= wide.max
+        return max(largest, -smallest) <= 2 / _eps(wide) and max(largest, -smallest) <= wide.max
     return torch.iinfo(dst).min <= smallest and largest <= torch.iinfo(dst).max
 
 
 def _holds_floats(wide: torch.finfo, narrow: torch.finfo) -> bool:
     return (
-        wide.eps <= narrow.eps
+        _eps(wide) <= _eps(narrow)
         and wide.max >= narrow.max
-        and wide.smallest_normal * wide.eps <= narrow.smallest_normal * narrow.eps
+        and wide.smallest_normal * _eps(wide) <= narrow.smallest_normal * _eps(narrow)
     )
+
+
+def _eps(info: torch.finfo) -> float:
+    """The step from 1 to the next value. torch's is half of it for float8_e5m2fnuz, which has 2 bits of mantissa (2.13)."""
+    return 0.25 if info.dtype == "float8_e5m2fnuz" else info.eps
 
 
 def _configured(model_config: Any) -> Any:
