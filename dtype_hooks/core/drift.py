@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from operator import getitem, is_
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dtype_hooks.core.dtypes import dtype_name
 from dtype_hooks.core.installed import find_override
@@ -37,27 +39,62 @@ class Finding:
 class Watch:
     """A quick look at whether anything may have changed since it was made.
 
-    Holds, for every overridden module, where it hangs, where its override lies and where its stored tensors lie, as flat
-    lists of ``(dict, key, object)``, so that a look is two passes in C. It sees replaced parameters, replaced modules and
-    overwritten methods by identity, and the dtypes of the stored tensors. On a finding ask :func:`findings`.
+    Holds the dicts in which overridden modules, overrides and stored tensors lie, with what lay in them, so that a look is
+    a few passes in C. It sees replaced parameters, replaced modules and overwritten methods by identity, and the dtypes
+    of the stored tensors. What else lies in the same dicts is looked at too. On a finding ask :func:`findings`.
     """
 
     def __init__(self, handle: OverrideHandle) -> None:
-        places = list(_places(handle))
-        self._dicts = [place[0] for place in places]
-        self._keys = [place[1] for place in places]
-        self._objects = [place[2] for place in places]
-        self._tensors = [stored.tensor for stored in handle.stored]
-        self._dtypes = [tensor.dtype for tensor in self._tensors]
+        wanted = {id(module) for module in handle.modules} | {id(stored.module) for stored in handle.stored}
+        self._children = [
+            module._modules
+            for module in handle.model.modules()
+            if any(id(child) in wanted for child in module._modules.values())
+        ]
+        self._methods: dict[str, list[dict[str, Any]]] = {}
+        for record in handle.records:
+            if record.method in record.module.__dict__:
+                self._methods.setdefault(record.method, []).append(record.module.__dict__)
+        held = {id(held): held for stored in handle.stored for held, _ in stored.places}.values()
+        self._held = [each for each in held if not _has_single_elements(each)]
+        self._with_single_elements = [each for each in held if _has_single_elements(each)]
+        # what lies in them
+        self._modules = [dict(each) for each in self._children]
+        self._overrides = self._present_overrides()
+        self._tensors = [dict(each) for each in self._held]
+        self._single_elements = _values(self._with_single_elements)
+        self._present = [t for t in (*_values(self._held), *self._single_elements) if t is not None]
+        self._dtypes = [tensor.dtype for tensor in self._present]
 
     def is_unchanged(self) -> bool:
         """Whether every object lies where it lay, and the stored tensors have the dtypes that they had."""
         try:
-            if not all(map(is_, map(getitem, self._dicts, self._keys), self._objects)):
-                return False
+            return (
+                self._children == self._modules
+                and self._present_overrides() == self._overrides
+                and self._tensors_are_same()
+                and [tensor.dtype for tensor in self._present] == self._dtypes
+            )
         except KeyError:
             return False
-        return [tensor.dtype for tensor in self._tensors] == self._dtypes
+
+    def _tensors_are_same(self) -> bool:
+        """By identity.
+
+        Python compares dicts by identity first, which is four times as quick as a loop over their values; only for two
+        different objects it asks ``==``, and two different tensors then raise, unless they have one element.
+        """
+        try:
+            same = self._held == self._tensors
+        except RuntimeError:
+            return False
+        now = _values(self._with_single_elements)
+        return same and len(now) == len(self._single_elements) and all(map(is_, now, self._single_elements))
+
+    def _present_overrides(self) -> list[Any]:
+        return [
+            override for name, dicts in self._methods.items() for override in map(itemgetter(name), dicts)
+        ]
 
 
 def findings(handle: OverrideHandle) -> list[Finding]:
@@ -100,19 +137,12 @@ def restore(handle: OverrideHandle, trained: Iterable[Tensor] = ()) -> bool:
     return changed or any(exchanged)
 
 
-def _places(handle: OverrideHandle) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    wanted = {id(module) for module in handle.modules} | {id(stored.module) for stored in handle.stored}
-    for module in handle.model.modules():
-        for name, child in module._modules.items():
-            if id(child) in wanted:
-                yield module._modules, name, child
-    for record in handle.records:
-        present = record.module.__dict__
-        if record.method in present:
-            yield present, record.method, present[record.method]
-    for stored in handle.stored:
-        if stored.key in stored.held:
-            yield stored.held, stored.key, stored.held[stored.key]
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def _has_single_elements(held: dict[str, Any]) -> bool:
+    return any(tensor is not None and (is_lazy(tensor) or tensor.numel() <= 1) for tensor in held.values())
 
 
 def _replaced(modules: dict[str, nn.Module], names: tuple[str, ...], module: nn.Module) -> Iterator[Finding]:
@@ -125,26 +155,36 @@ def _replaced(modules: dict[str, nn.Module], names: tuple[str, ...], module: nn.
 
 
 def _drift_of(stored: Stored) -> Iterator[Finding]:
-    now = stored.held.get(stored.key)
-    name, was = " = ".join(stored.names), dtype_name(stored.dtype)
+    was, now = dtype_name(stored.dtype), [held.get(key) for held, key in stored.places]
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, tensor in zip(stored.names, now, strict=True):
+        change = _change_of(stored, tensor)
+        if change is not None:
+            found.setdefault(change, []).append(name)
+    for (kind, text), names in found.items():
+        yield Finding(kind, " = ".join(names), was, text)
+
+
+def _change_of(stored: Stored, now: Tensor | None) -> tuple[str, str] | None:
     if now is None:
-        yield Finding("gone", name, was, "no such tensor")
-    elif now is not stored.tensor and stored.is_parameter:
-        yield Finding(
-            "parameter replaced", name, was, f"another {type(now).__name__}, {dtype_name(now.dtype)}"
-        )
-    elif now.dtype is not stored.dtype:
-        yield Finding("dtype moved", name, was, dtype_name(now.dtype))
+        return "gone", "no such tensor"
+    if now is not stored.tensor and stored.is_parameter:
+        return "parameter replaced", f"another {type(now).__name__}, {dtype_name(now.dtype)}"
+    return ("dtype moved", dtype_name(now.dtype)) if now.dtype is not stored.dtype else None
 
 
 def _bring_back(stored: Stored, known: set[int]) -> bool:
-    now = stored.held.get(stored.key)
-    if now is None or now is stored.tensor or not stored.is_parameter:
+    """Returns whether a Parameter had been replaced."""
+    present = [(held, key, held[key]) for held, key in stored.places if held.get(key) is not None]
+    others = [(held, key, tensor) for held, key, tensor in present if tensor is not stored.tensor]
+    if not others or not stored.is_parameter:
         return False
-    if id(now) in known or now.shape != stored.tensor.shape:
-        return True
-    with torch.no_grad():
-        change_dtype(stored.tensor, stored.dtype)
-        stored.tensor.copy_(now)
-    stored.held[stored.key] = stored.tensor
+    leaving = [(h, k, t) for h, k, t in others if id(t) not in known and t.shape == stored.tensor.shape]
+    if leaving:
+        change_dtype(stored.tensor, stored.dtype, keep_gradient=True)
+        if len(others) == len(present):  # else a tie was broken, and the values of what is still there stay
+            with torch.no_grad():
+                stored.tensor.copy_(leaving[0][2])
+    for held, key, _ in leaving:
+        held[key] = stored.tensor
     return True

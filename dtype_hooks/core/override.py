@@ -25,6 +25,7 @@ from dtype_hooks.core.installed import (
     link,
     never_called_by,
 )
+from dtype_hooks.core.naming import named_bare_modules
 from dtype_hooks.core.overridden_method import Claim, OverriddenMethod
 from dtype_hooks.core.selection import Selected, Selection, SelectionResult, as_patterns, select
 from dtype_hooks.core.stand_in import put_in, take_out
@@ -167,7 +168,7 @@ class OverrideHandle:
         self._install(plan, result)
         changed = self._store(storage)
         self.total = result.total
-        self.warnings = dead + cautions(self.rule, plan)
+        self.warnings = dead + cautions(self.rule, plan) + self._caution_of_ties(storage)
         link(self.model)
         return changed
 
@@ -285,6 +286,22 @@ class OverrideHandle:
         )
         check_storage(storage, self._id, str(rule.selection), rule.name)
         return storage
+
+    def _caution_of_ties(self, storage: list[Stored]) -> list[str]:
+        """A tied parameter has its new dtype in every module, and some may be no match."""
+        overridden = {id(record.module) for record in self.records}
+        owners = {id(m._parameters): m for _, m in named_bare_modules(self.model)}
+        for stored in storage:
+            for name, (held, _) in zip(stored.names, stored.places, strict=True):
+                owner = owners.get(id(held))
+                if owner is None or id(owner) in overridden or find_override(owner, "forward") is not None:
+                    continue
+                if has_method(owner, "forward") and len(stored.names) > 1:
+                    return [
+                        f"{self.rule.name}: {' = '.join(stored.names)!r} is stored in {dtype_name(stored.dtype)}, and "
+                        f"{name!r} belongs to a module that computes with it as it is. Match that module as well."
+                    ]
+        return []
 
     def _check_that_weights_are_cast_with_it(self, selected: Selected, computing: set[int]) -> None:
         parent = never_called_by(self.model, selected.module)

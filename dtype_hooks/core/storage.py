@@ -42,8 +42,7 @@ class Stored:
     Attributes:
         names: Every dotted name of the tensor in the model, more than one when it is tied.
         module: The module that owns it.
-        held: The module's ``_parameters`` or ``_buffers``.
-        key: Its name in ``held``.
+        places: Where it lies, ``(a module's _parameters or _buffers, its name there)``, in the order of ``names``.
         tensor: The parameter or buffer itself; its identity is kept.
         dtype: What it is stored in.
         original: What it was stored in before any rule.
@@ -51,8 +50,7 @@ class Stored:
 
     names: tuple[str, ...]
     module: nn.Module = field(repr=False)
-    held: dict[str, Any] = field(repr=False)
-    key: str
+    places: tuple[tuple[dict[str, Any], str], ...] = field(repr=False)
     tensor: Tensor = field(repr=False)
     dtype: torch.dtype
     original: torch.dtype
@@ -81,28 +79,35 @@ def own_tensors(
                     yield held, key, tensor
 
 
-def tensor_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Every dotted name of every parameter and buffer of the bare model, by ``id``."""
-    names: dict[int, list[str]] = {}
+def tensor_places(model: nn.Module) -> dict[int, list[tuple[str, dict[str, Any], str]]]:
+    """``(dotted name, dict that holds it, name in it)`` of every parameter and buffer of the bare model, by ``id``."""
+    places: dict[int, list[tuple[str, dict[str, Any], str]]] = {}
     for path, module in named_bare_modules(model):
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
-                    names.setdefault(id(tensor), []).append(f"{path}.{key}" if path else key)
-    return {key: tuple(value) for key, value in names.items()}
+                    name = f"{path}.{key}" if path else key
+                    places.setdefault(id(tensor), []).append((name, held, key))
+    return places
+
+
+def tensor_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Every dotted name of every parameter and buffer of the bare model, by ``id``."""
+    return {key: tuple(name for name, _, _ in found) for key, found in tensor_places(model).items()}
 
 
 def plan_storage(
     model: nn.Module, selected: Iterable[Selected], dtype: torch.dtype, parameters: bool, buffers: bool
 ) -> list[Stored]:
     """What would be stored in ``dtype``, each tensor once, without touching anything."""
-    names = tensor_names(model)
+    places = tensor_places(model)
     plan: dict[int, Stored] = {}
     for item in selected:
         for held, key, tensor in own_tensors(item.module, parameters, buffers):
-            known_as = names.get(id(tensor), (f"{item.names[0]}.{key}",))
+            found = places.get(id(tensor), [(f"{item.names[0]}.{key}", held, key)])
             original = next((claim.original for claim in claims_on(tensor).values()), tensor.dtype)
-            plan.setdefault(id(tensor), Stored(known_as, item.module, held, key, tensor, dtype, original))
+            names, where = tuple(name for name, _, _ in found), tuple((held, key) for _, held, key in found)
+            plan.setdefault(id(tensor), Stored(names, item.module, where, tensor, dtype, original))
     return list(plan.values())
 
 

@@ -170,13 +170,27 @@ class TestWhatIsStored:
 class TestTies:
     def test_a_tied_head_and_embedding_stay_tied_and_are_reported_with_both_names(self):
         model = Tied()
-        handle = install(model, ["head"])
+        handle = install(model, ["head", "embed"])
+        assert handle.warnings == []
         assert model.head.weight is model.embed.weight
         assert model.embed.weight.dtype is BF16
         assert [s.names for s in handle.stored] == [("embed.weight", "head.weight")]
         tokens = torch.tensor([1, 2])
         model(tokens).sum().backward()
         assert model.embed.weight.grad.dtype is BF16
+
+    def test_a_tied_module_that_no_rule_matches_is_warned_of(self):
+        """It has to compute with the new dtype: a Linear on float32 inputs would fail."""
+        model = Tied()
+        with pytest.warns(
+            UserWarning, match=r"'embed.weight = head.weight' is stored in bfloat16, and 'embed.weight'"
+        ):
+            install(model, ["head"])
+        second = override_dtype(model, ["embed"], dtype="float32")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            install(model, ["head"])
+        second.remove()
 
     def test_two_rules_on_one_tied_parameter_in_two_dtypes_are_an_error_that_names_both(self):
         model = Tied()
