@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from dtype_hooks.core.autocast import NARROW
 from dtype_hooks.core.casting import map_tensors
+from dtype_hooks.core.compiling import never_compiled_alone, trace_backward_without_autocast
 from dtype_hooks.core.stand_in import StandIn
 from dtype_hooks.node_dtype import node_scope, warn_implicit_downcast
 
@@ -40,6 +41,7 @@ class CastOutput(Protocol):
         """Return ``output`` with its floating tensors cast."""
 
 
+@never_compiled_alone
 class AutocastMethod(StandIn):
     """A node's ``forward`` in a fresh ``torch.autocast`` region, named by :func:`~dtype_hooks.node_dtype.node_scope`.
 
@@ -89,6 +91,7 @@ class AutocastMethod(StandIn):
         if not self.phase.on:
             return self._original(args, kwargs)
         if compiling:  # dynamo cannot trace a change of a context variable
+            trace_backward_without_autocast()
             return self._autocast(args, kwargs)
         with node_scope(self.node, self.dtype):
             return self._autocast(args, kwargs)

@@ -1203,6 +1203,40 @@ class TestCompile:
 
         assert same_bits(*gradients)
 
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_a_graph_break_in_the_models_own_code_changes_nothing(self, tmp_path, backend):
+        class Breaks(NodesNet):
+            def predict(self, x):
+                x = self.stem(x)
+                torch._dynamo.graph_break()
+                return self.head(self.norm(self.block(x)).relu())
+
+        options = {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
+        hook = {**HOOK, "exclude": [r"block\.1"]}
+        eager = trained(tmp_path / "eager", seeded(Breaks), [hook], **options)
+        torch._dynamo.reset()
+        cfg = {"compile": {"backend": backend}}
+        ours = trained(tmp_path / "compiled", seeded(Breaks), [hook], cfg=cfg, **options)
+        torch._dynamo.reset()
+        assert same_bits(ours, eager)
+
+    @pytest.mark.parametrize("kept_out", [{"exclude": [r"block\.1"]}, {}])
+    def test_a_part_compiled_inside_the_region_has_the_gradients_of_eager(self, tmp_path, kept_out):
+        """AOTAutograd would trace the backward of a float32 node under the autocast around the compiled part."""
+        x, y = next(iter(data()))
+        gradients = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model = seeded(NodesNet)
+            HOOKS.build({**HOOK, **kept_out}).before_run(small_runner(tmp_path, model, train=False))
+            if compiled:
+                model.head.compile(backend="aot_eager")
+                model.block = torch.compile(model.block, backend="aot_eager")
+            model(x, y, mode="loss")["loss"].backward()
+            gradients.append({name.replace("_orig_mod.", ""): p.grad for name, p in model.named_parameters()})
+        torch._dynamo.reset()
+        assert same_bits(*gradients)
+
 
 class TestCastNodes:
     def test_each_node_stores_its_subtree_but_nested_nodes_in_its_dtype(self, tmp_path):
