@@ -1,6 +1,6 @@
 # A small residual network learns scikit-learn's handwritten digits; needs `pip install 'dtype-hooks[examples]'`.
 #
-# Convolutions run in bfloat16 under autocast; batch norms and the classifier are held in float32 by DtypeOverrider.
+# Convolutions run in bfloat16 under AutocastHook; batch norms and the classifier are held in float32 by DtypeOverrider.
 _base_ = ["_base_/default_runtime.py"]
 
 custom_imports = dict(imports=["dtype_hooks", "dtype_hooks.examples"], allow_failed_imports=False)
@@ -11,11 +11,11 @@ model = dict(
     type="DigitsResNet",
     channels=(64, 128),
     num_classes=10,
-    autocast_dtype="bfloat16",
     data_preprocessor=dict(type="BaseDataPreprocessor"),
 )
 
 custom_hooks = [
+    dict(type="AutocastHook", dtype="bfloat16"),
     dict(
         type="DtypeOverrider",
         patterns=[r"^fc$"],

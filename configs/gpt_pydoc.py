@@ -1,6 +1,6 @@
 # A small GPT learns the characters of Python's own documentation, which comes with the interpreter.
 #
-# Matrix products run in bfloat16 under autocast; norms and the head are held in float32 by DtypeOverrider.
+# Matrix products run in bfloat16 under AutocastHook; norms and the head are held in float32 by DtypeOverrider.
 # Two CPU cores are enough. The log gives bits per character (bpc) beside those of counting characters and pairs.
 _base_ = ["_base_/default_runtime.py"]
 
@@ -17,11 +17,11 @@ model = dict(
     dim=192,
     num_layers=3,
     num_heads=3,
-    autocast_dtype="bfloat16",
     data_preprocessor=dict(type="BaseDataPreprocessor"),
 )
 
 custom_hooks = [
+    dict(type="AutocastHook", dtype="bfloat16"),
     dict(
         type="DtypeOverrider",
         patterns=[r"(^|\.)norm\d?$", r"^head$"],

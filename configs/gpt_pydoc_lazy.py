@@ -8,7 +8,7 @@ from mmengine.runner import IterBasedTrainLoop, ValLoop
 from torch.optim import AdamW
 from torch.utils.data import default_collate
 
-from dtype_hooks import DtypeOverrider
+from dtype_hooks import AutocastHook, DtypeOverrider
 from dtype_hooks.examples import BitsPerCharacter, CharGPT, PydocCharacters
 
 with read_base():
@@ -25,11 +25,11 @@ model = dict(
     dim=192,
     num_layers=3,
     num_heads=3,
-    autocast_dtype="bfloat16",
     data_preprocessor=dict(type=BaseDataPreprocessor),
 )
 
 custom_hooks = [
+    dict(type=AutocastHook, dtype="bfloat16"),
     dict(
         type=DtypeOverrider,
         patterns=[r"(^|\.)norm\d?$", r"^head$"],

@@ -5,6 +5,7 @@
 _base_ = ["gpt_pydoc.py"]
 
 custom_hooks = [
+    dict(type="AutocastHook", dtype="bfloat16"),
     dict(
         type="DtypeOverrider",
         patterns=[r"(^|\.)norm\d?$", r"^head$"],

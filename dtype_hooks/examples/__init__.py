@@ -4,7 +4,6 @@ A config reaches them through ``custom_imports = dict(imports=['dtype_hooks', 'd
 allow_failed_imports=False)``. Nothing else in the package imports this room.
 """
 
-from .autocast_region import autocast_region, parse_autocast_dtype
 from .char_gpt import CharGPT
 from .character_baselines import bigram_bpc, unigram_bpc
 from .digits_images import DigitsImages
@@ -21,11 +20,9 @@ __all__ = [
     "DigitsResNet",
     "PydocCharacters",
     "TopOneAccuracy",
-    "autocast_region",
     "bigram_bpc",
     "decode",
     "encode",
-    "parse_autocast_dtype",
     "split_text",
     "unigram_bpc",
 ]

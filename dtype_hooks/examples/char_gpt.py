@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,8 @@ from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
+from dtype_hooks.core.dtypes import resolve_dtype
 from dtype_hooks.errors import ConfigError
-
-from .autocast_region import autocast_region, parse_autocast_dtype
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's."""
@@ -54,14 +54,28 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to a residual stream that keeps its dtype: ``(batch, time, dim)``."""
+    """Attention and feed-forward, each added to a residual stream that keeps its dtype: ``(batch, time, dim)``.
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    Args:
+        dim: Width of the residual stream.
+        num_heads: Attention heads.
+        autocast: What AutocastHook autocasts it in: a dtype's name, ``"model"`` for the model's, ``"off"`` for none.
+    """
+
+    def __init__(self, dim: int, num_heads: int, autocast: str = "model") -> None:
         super().__init__()
+        self.disable_autocast = autocast == "off"
+        self.autocast_dtype = (
+            None if autocast in ("model", "off") else resolve_dtype(autocast, "CharGPT.block_dtypes")
+        )
         self.norm1 = nn.LayerNorm(dim)
         self.attn = CausalSelfAttention(dim, num_heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = FeedForward(dim)
+
+    def get_autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that this block asks for; None is the model's."""
+        return self.autocast_dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """Add both branches to the residual stream."""
@@ -73,8 +87,8 @@ class Block(nn.Module):
 class CharGPT(BaseModel):
     """A decoder-only transformer over characters, with learned positions and an untied head.
 
-    Parameters are float32. Inside the autocast region the matrix products run in ``autocast_dtype``; the residual
-    stream stays in float32, since it starts as an embedding's output and only sums are made of it.
+    Parameters are float32. Under autocast the matrix products run in its dtype; the residual stream stays in float32,
+    since it starts as an embedding's output and only sums are made of it.
 
     Args:
         vocab_size: Number of character ids.
@@ -82,12 +96,13 @@ class CharGPT(BaseModel):
         dim: Width of the residual stream; a multiple of ``num_heads``.
         num_layers: Number of blocks.
         num_heads: Attention heads in each block.
-        autocast_dtype: ``"bfloat16"``, ``"float16"``, or ``None`` for no autocast around the forward pass.
+        block_dtypes: For each block, the dtype that AutocastHook autocasts it in: a name, ``"model"`` for the model's,
+            ``"off"`` for float32. None is the model's for all.
         data_preprocessor: As in ``mmengine.model.BaseModel``, which moves the batch to the model's device.
         init_cfg: As in ``mmengine.model.BaseModule``.
 
     Raises:
-        ConfigError: ``autocast_dtype`` is no name above, or ``dim`` is no multiple of ``num_heads``.
+        ConfigError: ``dim`` is no multiple of ``num_heads``, or ``block_dtypes`` has no dtype for each block.
     """
 
     def __init__(
@@ -97,7 +112,7 @@ class CharGPT(BaseModel):
         dim: int = 128,
         num_layers: int = 4,
         num_heads: int = 4,
-        autocast_dtype: str | None = None,
+        block_dtypes: Sequence[str] | None = None,
         data_preprocessor: dict | None = None,
         init_cfg: dict | None = None,
     ) -> None:
@@ -106,10 +121,14 @@ class CharGPT(BaseModel):
             raise ConfigError(
                 f"CharGPT.dim: got {dim!r}; expected a multiple of num_heads={num_heads}; change either"
             )
-        self.autocast_dtype = parse_autocast_dtype(autocast_dtype, "CharGPT.autocast_dtype")
+        block_dtypes = ["model"] * num_layers if block_dtypes is None else list(block_dtypes)
+        if len(block_dtypes) != num_layers:
+            raise ConfigError(
+                f"CharGPT.block_dtypes: got {block_dtypes!r}; expected num_layers={num_layers} entries; change either"
+            )
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = nn.Embedding(context, dim)
-        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(dim, num_heads, autocast) for autocast in block_dtypes)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         self._draw_weights(num_layers)
@@ -129,8 +148,7 @@ class CharGPT(BaseModel):
             nats, which is trained on, and ``bpc``, the same in bits, detached. ``"predict"``: for each window ``nll``, the sum
             over its scored characters in nats, and ``characters``, their number.
         """
-        with autocast_region(inputs.device, self.autocast_dtype):
-            logits = self._logits(inputs)
+        logits = self._logits(inputs)
         if mode == "tensor":
             return logits
         if targets is None:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from dtype_hooks.errors import ConfigError
 
-from .autocast_region import autocast_region, parse_autocast_dtype
-
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch norm, added to the input or to its 1x1 projection (ResNet's basic block).
@@ -48,29 +46,23 @@ def _projection(in_channels: int, channels: int, stride: int) -> nn.Sequential:
 class DigitsResNet(BaseModel):
     """A stem, one basic block for each stage, global average pooling and a linear classifier.
 
-    Parameters are float32. Inside the autocast region the convolutions run in ``autocast_dtype``.
+    Parameters are float32. Under autocast the convolutions run in its dtype.
 
     Args:
         channels: Channels of each stage; every stage after the first halves height and width.
         num_classes: Number of classes.
-        autocast_dtype: ``"bfloat16"``, ``"float16"``, or ``None`` for no autocast around the forward pass.
         data_preprocessor: As in ``mmengine.model.BaseModel``, which moves the batch to the model's device.
         init_cfg: As in ``mmengine.model.BaseModule``.
-
-    Raises:
-        ConfigError: ``autocast_dtype`` is no name above.
     """
 
     def __init__(
         self,
         channels: tuple[int, ...] = (32, 64),
         num_classes: int = 10,
-        autocast_dtype: str | None = None,
         data_preprocessor: dict | None = None,
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
-        self.autocast_dtype = parse_autocast_dtype(autocast_dtype, "DigitsResNet.autocast_dtype")
         self.stem = nn.Conv2d(1, channels[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.stages = nn.Sequential()
@@ -92,8 +84,7 @@ class DigitsResNet(BaseModel):
             ``"tensor"``: logits, shape ``(batch, num_classes)``. ``"loss"``: ``loss``, the mean cross-entropy in nats.
             ``"predict"``: for each image ``predicted`` and ``target``.
         """
-        with autocast_region(inputs.device, self.autocast_dtype):
-            logits = self._logits(inputs)
+        logits = self._logits(inputs)
         if mode == "tensor":
             return logits
         if targets is None:

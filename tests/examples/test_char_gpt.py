@@ -1,27 +1,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from dtype_hooks import autocast
 from dtype_hooks.errors import ConfigError
 from dtype_hooks.examples import BitsPerCharacter, CharGPT
+from dtype_hooks.node_dtype import resolve_node_dtype
 
 
-def small_gpt(autocast_dtype: str | None = None) -> CharGPT:
+def small_gpt(**arguments: Any) -> CharGPT:
     torch.manual_seed(0)
-    return CharGPT(97, context=16, dim=32, num_layers=2, num_heads=4, autocast_dtype=autocast_dtype)
+    return CharGPT(97, context=16, dim=32, num_layers=2, num_heads=4, **arguments)
 
 
 def characters(batch: int = 4, time: int = 16) -> torch.Tensor:
     return torch.randint(97, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, "bfloat16"])
-def test_changing_a_character_changes_its_own_logits_and_later_ones_only(autocast_dtype):
-    model, inputs = small_gpt(autocast_dtype), characters()
+@pytest.mark.parametrize("enabled", [False, True])
+def test_changing_a_character_changes_its_own_logits_and_later_ones_only(enabled):
+    model, inputs = autocast("cpu", torch.bfloat16, enabled)(small_gpt()), characters()
     for position in (0, 7, 15):
         changed = inputs.clone()
         changed[:, position] = (changed[:, position] + 1) % 97
@@ -77,19 +80,16 @@ def test_metric_repeats_the_baselines_of_the_data_set():
     }
 
 
-@pytest.mark.parametrize(
-    ("autocast_dtype", "computed"), [(None, torch.float32), ("bfloat16", torch.bfloat16)]
-)
-def test_matrix_products_run_in_the_autocast_dtype_and_the_residual_stream_in_float32(
-    autocast_dtype, computed
-):
-    model, dtypes = small_gpt(autocast_dtype), {}
+@pytest.mark.parametrize(("enabled", "computed"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_matrix_products_run_in_the_autocast_dtype_and_the_residual_stream_in_float32(enabled, computed):
+    model, dtypes = small_gpt(), {}
     for name in ("blocks.0.attn", "blocks.1", "norm", "head"):
         model.get_submodule(name).register_forward_hook(
             lambda module, inputs, output, name=name: dtypes.update({name: output.dtype})
         )
 
-    model(characters())
+    with autocast("cpu", torch.bfloat16, enabled):
+        model(characters())
 
     assert dtypes == {
         "blocks.0.attn": computed,
@@ -97,17 +97,23 @@ def test_matrix_products_run_in_the_autocast_dtype_and_the_residual_stream_in_fl
         "norm": torch.float32,
         "head": computed,
     }
-    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_each_block_says_which_dtype_it_wants():
+    blocks = small_gpt(block_dtypes=["float16", "off"]).blocks
+    assert [resolve_node_dtype(block, torch.bfloat16) for block in blocks] == [torch.float16, None]
+    for plain in (small_gpt(), small_gpt(block_dtypes=["model", "model"])):
+        assert [resolve_node_dtype(b, torch.bfloat16) for b in plain.blocks] == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
-            {"autocast_dtype": "float32"},
-            "CharGPT.autocast_dtype: got 'float32'; expected bfloat16, float16 or None",
+            {"block_dtypes": ["off"]},
+            r"CharGPT.block_dtypes: got \['off'\]; expected num_layers=4 entries; change either",
         ),
-        ({"autocast_dtype": "bf61"}, "CharGPT.autocast_dtype: got 'bf61'"),
+        ({"block_dtypes": ["bf61"] * 4}, "CharGPT.block_dtypes: got 'bf61'"),
         ({"dim": 30}, "CharGPT.dim: got 30; expected a multiple of num_heads=4"),
     ],
 )

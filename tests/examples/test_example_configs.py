@@ -70,6 +70,24 @@ def test_norms_and_head_compute_in_float32_under_the_config(train):
     assert dtypes == {"blocks.0.attn": torch.bfloat16, "blocks.0.norm1": torch.float32, "head": torch.float32}
 
 
+def test_each_block_computes_in_the_dtype_that_the_config_names(train):
+    dtypes = {}
+    names = {f"blocks.{i}.{part}": i for i in range(3) for part in ("attn.qkv", "mlp.up")}
+    options = {**SMALL_GPT, "model.num_layers": 3}
+
+    runner = train("gpt_pydoc_nodes.py", options)
+    for name in (*names, "head"):
+        runner.model.get_submodule(name).register_forward_hook(
+            lambda module, inputs, output, name=name: dtypes.update({name: output.dtype})
+        )
+    runner.model(torch.zeros(1, 8, dtype=torch.int64))
+
+    wanted = (torch.bfloat16, torch.float16, torch.float32)
+    assert {name: dtypes[name] for name in names} == {name: wanted[i] for name, i in names.items()}
+    assert dtypes["head"] is torch.float32
+    assert logged(runner, "bpc")[-1] < logged(runner, "unigram_bpc")[0]
+
+
 def test_digits_are_told_apart_within_sixty_iterations(train):
     runner = train("digits_resnet.py", {**SMALL_RESNET, "param_scheduler.T_max": 60})
 
