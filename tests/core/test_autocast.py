@@ -547,6 +547,26 @@ def test_a_custom_backward_runs_in_the_dtype_of_its_forward(ours):
     assert x.grad.dtype is w.grad.dtype is torch.float32
 
 
+class Undecorated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return grad @ w.T, x.T @ grad
+
+
+def test_without_torchs_decorators_it_fails_in_the_backward_as_under_torchs_own_region(ours):
+    for run in (by_torch, ours):
+        x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+        y = run(BF16, Undecorated.apply, x, w)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            y.sum().backward()
+
+
 class TestDevices:
     @pytest.mark.parametrize(
         ("device", "kind"), [("cuda:3", "cuda"), ("cpu", "cpu"), ("cpu:0", "cpu"), ("mps", "mps")]

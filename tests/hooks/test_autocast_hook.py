@@ -1065,6 +1065,7 @@ class Deep(Net):
         super().__init__()
         self.block = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16))
         self.kind = ""
+        self.times = 1
 
     def predict(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -1072,9 +1073,11 @@ class Deep(Net):
             x = OwnCheckpoint.apply(self.block, x, *self.block.parameters())
         elif self.kind:
             reentrant = self.kind == "reentrant"
-            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=reentrant)
+            for _ in range(self.times):
+                x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=reentrant)
         else:
-            x = self.block(x)
+            for _ in range(self.times):
+                x = self.block(x)
         return self.head(self.norm(x))
 
 
@@ -1126,6 +1129,26 @@ class TestActivationCheckpointing:
             else:
                 assert again == forward
                 assert len(again) == 3
+
+    @pytest.mark.parametrize("cache_enabled", [True, False])
+    @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+    def test_a_block_used_three_times_has_the_gradients_of_one_that_is_not_checkpointed(
+        self, tmp_path, kind, cache_enabled
+    ):
+        gradients = []
+        for each in ("", kind):
+            model = seeded(Deep)
+            model.kind, model.times = each, 3
+            hook = HOOKS.build({**HOOK, "cache_enabled": cache_enabled})
+            hook.before_run(small_runner(tmp_path, model, train=False))
+            model(*next(iter(data())), mode="loss")["loss"].backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+        if kind == "non-reentrant" and not cache_enabled:
+            assert same_bits(*gradients)
+        for name, grad in gradients[
+            0
+        ].items():  # a cached cast sums in bf16 what the recomputes add up in float32
+            torch.testing.assert_close(gradients[1][name], grad, rtol=0.05, atol=0.02)
 
     @pytest.mark.parametrize("checkpointed", [["block"], ["block.0", "head"]])
     def test_mmengines_own_switch(self, tmp_path, checkpointed):
@@ -1458,3 +1481,57 @@ def test_mse_of_float32_and_float64_is_a_float64_loss_with_a_float32_gradient(tm
     loss.backward()
     assert loss.dtype is torch.float64
     assert grads == [torch.float32]
+
+
+def test_what_a_node_runs_in_is_what_is_observed(tmp_path):
+    """linear and mm in the node's dtype, a sum with float32 in float32: not what torch.result_type would say."""
+
+    class Sums(Net):
+        def predict(self, x: Tensor) -> Tensor:
+            product = self.stem(x) @ torch.ones(16, 2)
+            return product + torch.ones(2)
+
+    model = seeded(Sums)
+    runner = small_runner(tmp_path, model, train=False)
+    hook = HOOKS.build(HOOK)
+    hook.before_run(runner)
+    with record_dtypes(model) as calls:
+        out = model(torch.ones(1, 4))
+
+    assert hook.regions.nodes[0].dtype is torch.bfloat16
+    assert calls.dtypes("addmm") == calls.dtypes("mm") == BF16
+    assert out.dtype is torch.float32
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="layer_norm is on autocast's float32 list of CUDA alone"
+)
+def test_a_norm_on_the_cpu_runs_in_bf16_without_casts_and_once_there_and_back_by_a_rule(tmp_path):
+    casts = {}
+    for name, hooks in {"none": [], "rule": [{**NORM_AND_HEAD, "patterns": ["norm"]}]}.items():
+        model = seeded(Net)
+        runner = small_runner(tmp_path, model, [HOOK, *hooks], iters=1)
+        with record_dtypes(model) as calls:
+            runner.train()
+        inside = calls.of(module="norm", backward=False)
+        casts[name] = [call.outputs[0] for call in inside if call.op == "_to_copy"]
+        (ran,) = (call for call in inside if call.op == "native_layer_norm")
+        assert ran.inputs[0] is (torch.float32 if hooks else torch.bfloat16)
+        assert ran.outputs[0] is ran.inputs[0]
+    assert casts == {"none": [], "rule": [torch.float32, torch.bfloat16]}
+
+
+@pytest.mark.parametrize("regions", ["before", "after", "removed"])
+def test_validation_is_in_the_same_dtype_before_and_after_training_until_regions_are_removed(
+    tmp_path, regions
+):
+    runner = small_runner(tmp_path, seeded(Net), [HOOK], val=True, iters=1)
+    if regions != "before":
+        runner.train()
+    if regions == "removed":
+        hook_of(runner).remove()
+        runner.model.eval()
+        found = dtypes_of(runner, lambda: runner.model(torch.ones(1, 4)), "stem")
+    else:
+        found = dtypes_of(runner, runner.val, "stem")
+    assert found == {"stem": FP32 if regions == "removed" else BF16}
