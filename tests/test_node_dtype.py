@@ -284,7 +284,7 @@ class TestScope:
 
 FLOATS = [
     FP16, BF16, FP32, FP64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 ]  # fmt: skip
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
