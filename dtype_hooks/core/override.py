@@ -428,6 +428,8 @@ def override_dtype(
       what is below it, computes as it would outside: autocast as it was, parameters as stored, output in its input's dtype.
     - What a method writes into a cast buffer is rounded to the buffer's stored dtype: a bf16 ``running_var`` cannot
       follow a slow average.
+    - A change that a method makes to one of its own parameters (``weight.clamp_()`` under ``no_grad``) is kept where the
+      parameter is cast, but not in a compiled region, and not when it is made through ``.data``, which leaves no trace.
 
     Args:
         model: Any model, wrapped (DDP, ``torch.compile``, checkpoint wrappers) or not. Names are the bare model's.

@@ -33,10 +33,19 @@ def fresh_and_quiet():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="dtype_hooks")
         warnings.filterwarnings("ignore", message=".*running statistics in bfloat16")
+        if not HAS_OPTION:
+            warnings.filterwarnings(
+                "ignore", message=".*traces the backward of a compiled model under autocast"
+            )
         yield
     assert not torch.is_autocast_enabled("cpu")
     if HAS_OPTION:
         assert functorch_config.backward_pass_autocast == "same_as_forward"
+
+
+def skip_where_torch_is_wrong(around):
+    if around and not HAS_OPTION:
+        pytest.skip("torch < 2.9 traces the backward under autocast")
 
 
 def autocast(on=True):
@@ -161,13 +170,13 @@ def step(call, model, x, around):
     return y.detach(), gradients(model), {name: b.clone() for name, b in model.named_buffers()}
 
 
-@needs_option
 @pytest.mark.parametrize(
     ("stored", "around"), [(F32, True), (BF16, True), (BF16, False)], ids=["amp", "amp_bf16", "bf16"]
 )
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_model_has_no_graph_break_and_the_gradients_of_eager(case, stored, around):
     """A27, C6"""
+    skip_where_torch_is_wrong(around or case.startswith("own_region"))
     model, x = make(case, stored)
     twin = copy.deepcopy(model)
     expected = [step(model, model, x, around) for _ in range(2)]
@@ -336,7 +345,6 @@ class Breaks(Block):
         return x + self.out(h)
 
 
-@needs_option
 @pytest.mark.parametrize(("stored", "around"), [(F32, True), (BF16, True), (BF16, False)])
 @pytest.mark.parametrize(
     "rule",
@@ -348,6 +356,7 @@ class Breaks(Block):
     ids=["block", "excluded_child", "all"],
 )
 def test_a_graph_break_inside_an_override_loses_no_parameter(rule, stored, around):
+    skip_where_torch_is_wrong(around)
     model = Net(Breaks()).to(stored)
     override_dtype(model, **rule)
     twin, x = copy.deepcopy(model), floats().to(stored)
@@ -462,6 +471,8 @@ def ops(exported, name):
 )
 @pytest.mark.parametrize("stored", [F32, BF16])
 def test_an_exported_model_computes_what_eager_computes(stored, case, strict):
+    if strict and stored is BF16 and not HAS_OPTION:
+        pytest.skip("strict export of torch 2.6 forgets the casts of parameters, and the program raises")
     if strict and case == "own_region":
         pytest.skip(
             "strict export of two nested autocast regions fails in torch 2.13, written by hand as well"
