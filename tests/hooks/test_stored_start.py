@@ -9,6 +9,7 @@ import stored_runs as runs
 import torch
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import OptimWrapper
+from processes import launch
 from stored_runs import (
     ADAMW,
     FUSED_ADAMW,
@@ -208,6 +209,14 @@ class TestReports:
 
 
 class TestSingleProcess:
+    def test_a_train_step_compiled_with_its_backward_does_not_deadlock_and_trains_as_one_cast_before(
+        self, tmp_path
+    ):
+        """The backward is compiled in the midst of compiled code; a callback of ours that dynamo then compiles hangs."""
+        (result,) = launch("stored_compile_worker.py", tmp_path, timeout=120)
+        assert "error" not in result["before"]
+        assert result["hook"] == result["before"]
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
     @pytest.mark.parametrize("optimizer", [SGD, FUSED_ADAMW], ids=["sgd", "adamw_fused"])
     def test_a_training_is_that_of_a_model_cast_before(self, tmp_path, dtype, optimizer):
