@@ -66,8 +66,8 @@ class TestInitDraws:
         still = {"optimizer": {"type": "SGD", "lr": 0.0}}
         ours = overrider(TWO, "float64", override_parameters=True)
         _, with_hook = trained(tmp_path, [ours], seeded(self.Drawn), **still)
-        naive = runs.CastDataInBeforeTrain(TWO, torch.float64)
-        _, late = trained(tmp_path, [naive], seeded(self.Drawn), **still)
+        naive = [overrider(TWO, "float64"), runs.CastDataInBeforeTrain(TWO, torch.float64)]
+        _, late = trained(tmp_path, naive, seeded(self.Drawn), **still)
         assert with_hook["parameters"]["head.weight"] != late["parameters"]["head.weight"]
 
 
