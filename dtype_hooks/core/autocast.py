@@ -155,7 +155,11 @@ def is_present(device_type: str) -> bool:
         if not torch.amp.is_autocast_available(device_type):
             return False
         torch.empty(0, device=device_type)
-    except (RuntimeError, AssertionError, ImportError):  # meta; a build, a machine, an installation without it
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+    ):  # meta; a build, a machine, an installation without it
         return False
     return True
 

@@ -117,7 +117,7 @@ class OverrideRecord:
     override: OverriddenMethod
 
 
-@dataclass
+@dataclass(repr=False)
 class OverrideHandle:
     """Overrides as installed on one model; ``remove()`` takes them off. Usable in ``with``.
 
@@ -184,6 +184,10 @@ class OverrideHandle:
         self._unstore()
         self.records, self._kept_out, self._hooks = [], [], {}
         link(self.model)
+
+    def __repr__(self) -> str:
+        stored = f", {len(self.stored)} tensors stored" if self.stored else ""
+        return f"<{self.rule}: {len(self.records)} methods overridden{stored}>"
 
     def __enter__(self) -> OverrideHandle:
         return self

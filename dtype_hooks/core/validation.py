@@ -26,9 +26,10 @@ def as_choice(value: str, choices: Sequence[str], where: str) -> str:
         ConfigError: For anything else.
     """
     if not isinstance(value, str) or value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5) or choices[:1]
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        advice = f"Did you mean {near[0]!r}?" if near else f"The default is {choices[0]!r}."
         raise ConfigError(
-            f"{where}: got {value!r}; expected one of {', '.join(map(repr, choices))}. Did you mean {near[0]!r}?"
+            f"{where}: got {value!r}; expected one of {', '.join(map(repr, choices))}. {advice}"
         )
     return value
 

@@ -66,7 +66,7 @@ class AutocastHook(Hook):
         enabled: False installs nothing.
         cache_enabled: Whether casts of weights are kept for the length of a forward; None leaves torch's setting. Set
             False under CUDA-graph capture.
-        phases: In which of ``train``, ``val`` and ``test`` regions are opened.
+        phases: In which of ``train``, ``val`` and ``test`` regions are opened; in the others the model runs as without us.
         patterns: Regexes on dotted names: regions on these submodules alone, none on the model. What they return is narrow;
             where a module in full precision follows, ``exclude`` it, which casts its arguments.
         class_patterns: The same on class names.
@@ -75,7 +75,7 @@ class AutocastHook(Hook):
         output_dtype: What predictions are cast to (in val and test, and for ``mode="predict"``); None leaves them. bfloat16
             predictions break ``.numpy()`` in many metrics.
         cast_nodes: Also store each node's parameters and floating buffers in its dtype.
-        check_interval: In iterations; 0 is never.
+        check_interval: In iterations: how often the regions are looked for and put back; 0 is never.
         verbose: Log a table of the nodes.
 
     Raises:
@@ -83,7 +83,7 @@ class AutocastHook(Hook):
             contradiction with the model, or a second owner of autocast.
 
     Example:
-        >>> hook = dict(type="AutocastHook", dtype="bfloat16", verbose=True)
+        >>> hook = dict(type="AutocastHook", dtype="bfloat16", output_dtype="float32", verbose=True)
     """
 
     # As DtypeOverrider: before EMAHook (NORMAL) copies the model in its before_run.
@@ -300,6 +300,8 @@ class AutocastHook(Hook):
             )
         for message in messages:
             runner.logger.warning(message)
+        for message in _hints(runner, nodes, self.output_dtype, self.phases):
+            runner.logger.warning(message)
         runner.logger.info(nodes_line(nodes, regions.device_type, self.phases))
         if self.verbose:
             runner.logger.info("\n" + nodes_table(nodes))
@@ -315,6 +317,28 @@ class AutocastHook(Hook):
                 f"AutocastHook: no forward of {', '.join(repr(m.node) for m in methods[:8])} was called in the first "
                 "iteration, so nothing was autocast. Name the modules that the model calls in patterns."
             )
+
+
+def _hints(
+    runner: Runner, nodes: Sequence[Node], output_dtype: torch.dtype | None, phases: Sequence[str]
+) -> list[str]:
+    """What will surprise in this run, each with what to do."""
+    dtypes = {node.dtype for node in nodes}
+    hints = []
+    if torch.float16 in dtypes and runner.cfg.get("optim_wrapper") is not None:
+        hints.append(
+            "AutocastHook: float16 without loss scaling, which this hook does not do yet: gradients below 6e-8 become zero. "
+            "Use bfloat16, or AmpOptimWrapper on a GPU in the place of this hook."
+        )
+    predicts = ("val" in phases and runner.cfg.get("val_cfg")) or (
+        "test" in phases and runner.cfg.get("test_cfg")
+    )
+    if torch.bfloat16 in dtypes and output_dtype is None and predicts:
+        hints.append(
+            "AutocastHook: predictions may come out in bfloat16, which breaks .numpy() in metrics. "
+            "Set output_dtype='float32' if yours use it."
+        )
+    return hints
 
 
 def _where(node: Node) -> str:

@@ -18,7 +18,7 @@ def nodes_line(nodes: Sequence[Node], device_type: str, phases: Sequence[str]) -
     """``AutocastHook: 3 nodes on cpu in train, val, test: (model) bfloat16, head float16, neck off``."""
     shown = ", ".join(f"{node.name} {_dtype(node)}" for node in nodes[:6])
     more = f" and {len(nodes) - 6} more" if len(nodes) > 6 else ""
-    return f"AutocastHook: {len(nodes)} nodes on {device_type} in {', '.join(phases)}: {shown}{more}"
+    return f"AutocastHook: {len(nodes)} node{'s' * (len(nodes) != 1)} on {device_type} in {', '.join(phases)}: {shown}{more}"
 
 
 def nodes_table(nodes: Sequence[Node], max_rows: int = MAX_ROWS, width: int | None = None) -> str:

@@ -132,7 +132,7 @@ class TestTraining:
         runner = small_runner(tmp_path, seeded(Net), [{"type": "AutocastHook"}])
 
         assert dtypes_of(runner, runner.train, "stem") == {"stem": {torch.get_autocast_dtype("cpu")}}
-        assert "AutocastHook: 1 nodes on cpu in train, val, test: (model) bfloat16" in log_text(runner)
+        assert "AutocastHook: 1 node on cpu in train, val, test: (model) bfloat16" in log_text(runner)
 
     def test_disabled_it_leaves_no_trace_and_every_bit(self, tmp_path):
         model = seeded(Net)
