@@ -136,9 +136,8 @@ def node_scope(node_name: str | None, dtype: torch.dtype | None = None) -> Itera
     try:
         yield
     finally:
-        _scope.set(
-            before
-        )  # not by its token: a generator may be closed in another context, where reset() raises
+        # Not by its token: a generator may be closed in another context, where reset() raises.
+        _scope.set(before)
 
 
 def warn_implicit_downcast(op: str, src: torch.dtype, dst: torch.dtype) -> None:
