@@ -223,7 +223,7 @@ class AutocastHook(Hook):
             if node.dtype is not None:
                 check_autocast(device_type, node.dtype, _where(node))
         if self.cast_nodes:
-            check_storable(runner)
+            check_storable(runner, "AutocastHook.cast_nodes")
             check_castable(nodes, "AutocastHook.cast_nodes")
         regions = Regions(model, nodes, self._phase, device_type, self.cache_enabled)
         regions.check(self._others(runner), "AutocastHook")

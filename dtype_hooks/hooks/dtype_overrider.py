@@ -197,7 +197,7 @@ class DtypeOverrider(Hook):
         changed, error = False, None
         try:
             if self.rule.override_parameters or self.rule.override_buffers:
-                check_storable(runner)
+                check_storable(runner, "DtypeOverrider.override_parameters")
             changed = change()
         except Exception as caught:  # raised again below, on all ranks
             error = caught

@@ -33,7 +33,7 @@ def is_compiled(runner: Runner) -> bool:
     return bool(runner.cfg.get("compile")) or has_compiled_parts(runner.model)
 
 
-def check_storable(runner: Runner) -> None:
+def check_storable(runner: Runner, where: str) -> None:
     """Refuse stored casts under wrappers that keep parameters in buffers of their own.
 
     Raises:
@@ -45,7 +45,7 @@ def check_storable(runner: Runner) -> None:
         keeper = type(outermost).__name__
     if keeper is not None:
         raise OverrideError(
-            f"DtypeOverrider.override_parameters: got a model wrapped by {keeper}, which keeps parameters of one dtype in "
+            f"{where}: got a model wrapped by {keeper}, which keeps parameters of one dtype in "
             "buffers of its own; expected DDP or no wrapper. Cast the modules before they are wrapped, or leave "
-            "override_parameters out: computing in the dtype needs no stored cast."
+            f"{where.rpartition('.')[2]} out: computing in the dtype needs no stored cast."
         )

@@ -106,7 +106,9 @@ def test_other_wrappers_refuse_stored_dtypes_in_a_runner(tmp_path):
 
 def test_fsdp1_refuses_stored_dtypes_in_a_runner():
     with pytest.raises(OverrideError, match="got a model wrapped by FSDP1"):
-        check_storable(SimpleNamespace(model=UnbuiltFSDP1(nn.Linear(4, 4))))
+        check_storable(
+            SimpleNamespace(model=UnbuiltFSDP1(nn.Linear(4, 4))), "DtypeOverrider.override_parameters"
+        )
 
 
 def test_fsdp1_below_the_root_refuses_stored_dtypes():
