@@ -773,7 +773,7 @@ class TestArguments:
             ({"methods_to_override": 1}, r"methods_to_override: got 1; expected a list of .*"),
             (
                 {"cast_inputs": "some"},
-                r"cast_inputs: got 'some'; expected one of 'first', 'all'\. Did you mean 'first'\?",
+                r"cast_inputs: got 'some'; expected one of 'first', 'all'\. The default is 'first'\.",
             ),
             ({"cast_inputs": ["all"]}, r"cast_inputs: got \['all'\]; expected one of 'first', 'all'\. .*"),
             ({"strict": 1}, r"strict: got 1; expected True or False\. .*"),
