@@ -21,7 +21,7 @@ model = dict(
 )
 
 custom_hooks = [
-    dict(type="AutocastHook", dtype="bfloat16"),
+    dict(type="AutocastHook", dtype="bfloat16", output_dtype="float32"),
     dict(
         type="DtypeOverrider",
         patterns=[r"(^|\.)norm\d?$", r"^head$"],

@@ -11,7 +11,7 @@ autocast_dtype = "bfloat16"
 model = dict(block_dtypes=["model", "float16", "off"])
 
 custom_hooks = [
-    dict(type="AutocastHook", verbose=True),
+    dict(type="AutocastHook", output_dtype="float32", verbose=True),
     dict(
         type="DtypeOverrider",
         patterns=[r"(^|\.)norm\d?$", r"^head$"],

@@ -5,7 +5,7 @@
 _base_ = ["gpt_pydoc.py"]
 
 custom_hooks = [
-    dict(type="AutocastHook", dtype="bfloat16"),
+    dict(type="AutocastHook", dtype="bfloat16", output_dtype="float32"),
     dict(
         type="DtypeOverrider",
         patterns=[r"(^|\.)norm\d?$", r"^head$"],
