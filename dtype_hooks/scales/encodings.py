@@ -1,0 +1,94 @@
+"""Bounds on magnitudes as integers: how the statistics compare values without comparing floats.
+
+The bits of a float without its sign, read as an integer, grow with the magnitude: zero is 0, the finite numbers follow
+in order, then infinity, then the NaNs. Comparing these *codes* is exact in the tensor's own dtype, does not mind NaN, and
+is not misled by flushed subnormals (``torch.set_flush_denormal``), as a comparison of floats is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dtype_hooks.core.number_formats import NumberFormat
+
+INTEGERS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+"""The integer dtype of a floating dtype's codes. Other floating dtypes (8-bit ones) are measured as float32."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Codes of one dtype.
+
+    Attributes:
+        dtype: The floating dtype.
+        integer: The integer dtype of the same width.
+        mask: All bits but the sign's.
+        finite: Code of the largest finite number; ``finite + 1`` is infinity's and what is above is NaN.
+        bounds: Codes; how many elements are at or below each tells all counts. The largest codes of: finite numbers,
+            infinity, everything, zero; then :func:`bounds_of`. Without zero and formats if only the std is wanted.
+    """
+
+    dtype: torch.dtype
+    integer: torch.dtype
+    mask: int
+    finite: int
+    bounds: tuple[int, ...]
+
+
+def encoding_of(dtype: torch.dtype, formats: Sequence[NumberFormat], only_std: bool = False) -> Encoding:
+    """The encoding of a dtype of :data:`INTEGERS`, with the bounds of the formats in it."""
+    integer = INTEGERS[dtype]
+    mask = torch.iinfo(integer).max
+    finite = code_at_most(torch.finfo(dtype).max, dtype)
+    bounds = (
+        [finite, finite + 1, mask] if only_std else [finite, finite + 1, mask, 0, *bounds_of(dtype, formats)]
+    )
+    return Encoding(dtype, integer, mask, finite, tuple(bounds))
+
+
+def bounds_of(dtype: torch.dtype, formats: Sequence[NumberFormat]) -> list[int]:
+    """Per format the largest codes of what becomes zero, of what becomes zero or subnormal, of what does not
+    overflow."""
+    bounds = []
+    for number_format in formats:
+        fits = code_below if number_format.overflow_inclusive else code_at_most
+        bounds += [
+            code_at_most(number_format.zero_at, dtype),
+            code_below(number_format.normal_from, dtype),
+            fits(number_format.overflow_at, dtype),
+        ]
+    return bounds
+
+
+def code_at_most(magnitude: float, dtype: torch.dtype) -> int:
+    """The code of the largest finite number of the dtype that is not above ``magnitude`` (positive)."""
+    steps, base = _steps(min(magnitude, torch.finfo(dtype).max), dtype)
+    return base + math.floor(steps)
+
+
+def code_below(magnitude: float, dtype: torch.dtype) -> int:
+    """The code of the largest finite number of the dtype that is below ``magnitude`` (positive)."""
+    if magnitude > torch.finfo(dtype).max:
+        return code_at_most(magnitude, dtype)
+    steps, base = _steps(magnitude, dtype)
+    return base + math.ceil(steps) - 1
+
+
+def _steps(magnitude: float, dtype: torch.dtype) -> tuple[float, int]:
+    # The code is the sum of the two, if the first is whole: the magnitude in steps of its binade, and the code
+    # from which these steps count. Exact, and no conversion to the dtype itself: torch would flush subnormals
+    # where the user asked for that.
+    info = torch.finfo(dtype)
+    lowest = math.frexp(info.smallest_normal)[1]
+    digits = 1 - math.frexp(info.eps)[1]
+    exponent = max(math.frexp(magnitude)[1], lowest)
+    return math.ldexp(magnitude, digits + 1 - exponent), (exponent - lowest) << digits
