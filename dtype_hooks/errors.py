@@ -8,6 +8,8 @@
         ├── SelectionError       patterns that match nothing (``strict=True``) or claim a method twice
         ├── OverrideError        a module or method that cannot compute, or be stored, in the asked dtype
         ├── DriftError           what was put in place is no longer there (``on_drift="raise"``)
+        ├── LossScaleError       gradients went past the loss scaler, or no scale makes them finite
+        ├── TraceError           a module that torch.fx cannot trace, or whose output has no one gradient to start from
         └── MissingDependencyError   an optional package is absent (also an ``ImportError``)
 
 All derive from :class:`ValueError` because mmengine's ``Runner.call_hook`` re-raises a ``TypeError`` of a
@@ -37,6 +39,14 @@ class OverrideError(DtypeHooksError):
 
 class DriftError(DtypeHooksError):
     """Overrides or stored dtypes are no longer what they were put in place as (``on_drift="raise"``)."""
+
+
+class TraceError(DtypeHooksError):
+    """A module that torch.fx cannot trace, or whose output is not one tensor that needs a gradient."""
+
+
+class LossScaleError(DtypeHooksError):
+    """Gradients that cannot be scaled, went past the loss scaler, or stay non-finite at every scale."""
 
 
 class MissingDependencyError(DtypeHooksError, ImportError):

@@ -1,0 +1,250 @@
+"""Tracing a module by torch.fx without changing what it computes, and saying so where that cannot be."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from dtype_hooks.core.stand_in import StandIn
+from dtype_hooks.errors import TraceError
+from dtype_hooks.scales.interpreter import FUNCTION_PLACEHOLDER
+
+WITHOUT_TRACING = "record it without tracing: with dtype_hooks.track_scales(model) as scales: ..."
+
+DEFAULT_AUTOWRAP: tuple[ModuleType, ...] = (math,)
+# Functions that cannot be traced through (einops) or that their users want to see as one op. They are wrapped where they
+# have been imported; neither package is needed.
+_AUTOWRAPPED_IF_IMPORTED = ("einops", "unit_scaling.functional")
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_backward_hooks": "backward hooks",
+}
+_AUTOCAST = "autocast"
+_GRAD_MODE = "no_grad, enable_grad or inference_mode (or a custom autograd.Function)"
+# Reading these is the same in every region.
+_READS = {"size", "dim", "numel", "ndimension", "stride", "is_floating_point", "is_complex", getattr}
+
+
+class Traced(NamedTuple):
+    """A traced module and what tracing had to do to it.
+
+    Attributes:
+        module: The traced module.
+        whole: Path -> reason of the children that stayed calls, since tracing would have changed what they compute.
+        dropped: What of the root itself the traced module leaves out, in words.
+    """
+
+    module: fx.GraphModule
+    whole: dict[str, str]
+    dropped: list[str]
+
+
+class Snapshot:
+    """What tracing and running may change in a module: attributes and buffers. Parameters are not written to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attributes = [
+            (held, dict(held))
+            for child in module.modules()
+            for held in (vars(child), child._parameters, child._buffers, child._modules)
+        ]
+        self.buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        """Put everything back; a buffer that nothing has written to is not touched."""
+        for held, before in self.attributes:
+            for name in held.keys() - before.keys():
+                del held[name]
+            held.update(before)
+        with torch.no_grad():
+            for buffer, value, version in self.buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def trace(
+    module: nn.Module,
+    recurse_modules: bool,
+    autowrap_modules: tuple[ModuleType, ...],
+    autowrap_functions: tuple[Callable[..., Any], ...],
+    snapshot: Snapshot,
+) -> Traced:
+    """Trace a module, keeping whole those children that tracing would change.
+
+    Which children open a region (autocast, a grad mode) is only seen while tracing, so that a trace is thrown away, the
+    module put back by ``snapshot``, and traced anew until every such child is a call.
+
+    Raises:
+        TraceError: torch.fx cannot trace the module.
+    """
+    whole: dict[str, str] = {}
+    while True:
+        tracer = DeepTracer(recurse_modules, autowrap_modules, autowrap_functions, whole)
+        try:
+            traced = fx.GraphModule(module, tracer.trace(module))
+        except Exception as error:
+            if not tracer.failed_in_torch():
+                raise _cannot_trace(module, tracer.failed_in, error) from error
+        if not tracer.to_keep_whole:
+            return Traced(traced, tracer.kept_whole, _bypassed(module) + sorted(tracer.dropped))
+        whole |= tracer.to_keep_whole
+        snapshot.restore()
+
+
+class DeepTracer(fx.Tracer):
+    """A tracer that goes into every child but those that tracing would change.
+
+    Attributes:
+        to_keep_whole: Path -> reason, of children that the next trace should keep whole.
+        kept_whole: Path -> reason, of children that this trace has kept whole because it would have changed them.
+        dropped: Regions that the root itself opened around an op; the traced module does not open them.
+        failed_in: Path and module in which an error came up, the innermost one.
+    """
+
+    def __init__(
+        self,
+        recurse_modules: bool,
+        autowrap_modules: tuple[ModuleType, ...],
+        autowrap_functions: tuple[Callable[..., Any], ...],
+        whole: dict[str, str],
+    ) -> None:
+        if autowrap_modules == DEFAULT_AUTOWRAP:
+            autowrap_modules += tuple(
+                sys.modules[name] for name in _AUTOWRAPPED_IF_IMPORTED if name in sys.modules
+            )
+        super().__init__(autowrap_modules, autowrap_functions)  # type: ignore[arg-type]
+        # A class that such a module has imported (Tensor, FunctionType) must stay one: isinstance asks for it.
+        self._autowrap_function_ids -= {id(kind) for kind in _classes(autowrap_modules)}
+        self.recurse_modules = recurse_modules
+        self.to_keep_whole: dict[str, str] = {}
+        self.kept_whole: dict[str, str] = {}
+        self.dropped: set[str] = set()
+        self.failed_in: tuple[str, nn.Module] | None = None
+        self._whole = whole
+        self._entered: list[tuple[str, dict[str, Any]]] = []
+        self._functions: dict[Callable[..., Any], fx.Node] = {}
+        self._targets: dict[str, Callable[..., Any]] = {}
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace, and leave the functions that were passed as arguments, by target, in ``graph._tracer_extras``."""
+        self._entered = [("", _regions())]
+        graph = super().trace(root, concrete_args)
+        extras = {"target_to_function": self._targets, "training": root.training}
+        graph._tracer_extras = {**(graph._tracer_extras or {}), **extras}
+        return graph
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if not self.recurse_modules:
+            return True
+        reason = self._whole.get(module_qualified_name, ", ".join(_bypassed(m)) or None)
+        if reason:
+            self.kept_whole[module_qualified_name] = reason
+        return reason is not None
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self.path_of_module(m)
+        self._entered.append((path, _regions()))
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or (path, m)
+            raise
+        finally:
+            self._entered.pop()
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if kind.startswith("call_") and target not in _READS:
+            self._note_regions()
+        return super().create_node(kind, target, *args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        """As ``fx.Tracer`` does; a function that is passed as an argument becomes a placeholder."""
+        if isinstance(a, FunctionType | BuiltinFunctionType):
+            return self._functions.get(a) or self._function_placeholder(a)
+        return super().create_arg(a)
+
+    def _function_placeholder(self, function: Callable[..., Any]) -> fx.Node:
+        # The first of the arguments: anywhere else a default, *args or **kwargs before it may make the code invalid.
+        name = re.sub(r"\W", "", function.__name__)
+        target = FUNCTION_PLACEHOLDER + name
+        if target in self._targets:
+            target += f"_{len(self._targets)}"
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            node = self.create_node("placeholder", target, (), {}, name)
+        self._functions[function], self._targets[target] = node, function
+        return node
+
+    def _note_regions(self) -> None:
+        """Note which module has opened the regions that the next op is in.
+
+        It is the innermost one that was entered under other regions than there are now: those that it calls were
+        entered under the present ones already.
+        """
+        now = _regions()
+        for path, on_entry in reversed(self._entered):
+            changed = [name for name in now if now[name] != on_entry[name]]
+            if not changed:
+                continue
+            if path:
+                self.to_keep_whole[path] = " and ".join(changed)
+            else:
+                self.dropped.update(changed)
+            return
+
+    def failed_in_torch(self) -> bool:
+        """Whether the error came up in a child of torch's own, which may as well stay a call, as it does in fx by default."""
+        path, module = self.failed_in or ("", None)
+        if not path or not self.recurse_modules or path in self._whole:
+            return False
+        if not type(module).__module__.startswith("torch.nn."):
+            return False
+        self.to_keep_whole[path] = ""  # nothing to warn of
+        return True
+
+
+def _regions() -> dict[str, Any]:
+    """The regions that an op run now would be in: what each is called, and its state."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {"cpu", accelerator.type if accelerator else "cpu"}
+    return {
+        _AUTOCAST: {
+            device: torch.get_autocast_dtype(device)
+            for device in devices
+            if torch.is_autocast_enabled(device)
+        },
+        _GRAD_MODE: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+def _bypassed(module: nn.Module) -> list[str]:
+    """What of a module torch.fx passes over, or runs once while it traces, in words."""
+    found = [words for name, words in _HOOKS.items() if getattr(module, name, None)]
+    if "forward" in vars(module) or any(isinstance(value, StandIn) for value in vars(module).values()):
+        found.append("an overridden method")
+    return found
+
+
+def _classes(modules: tuple[ModuleType, ...]) -> Iterator[type]:
+    return (value for module in modules for value in vars(module).values() if isinstance(value, type))
+
+
+def _cannot_trace(module: nn.Module, failed_in: tuple[str, nn.Module] | None, error: Exception) -> TraceError:
+    path, failed = failed_in or ("", module)
+    name = f"{path!r} ({type(failed).__name__})" if path else f"a {type(failed).__name__}"
+    reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return TraceError(
+        f"analyse_module: got {name}, which torch.fx cannot trace ({reason}); expected a module without control flow on "
+        f"values or shapes of tensors. Rather {WITHOUT_TRACING}"
+    )
