@@ -1,0 +1,67 @@
+"""torch's own ways to see each function (TorchFunctionMode) and each kernel (TorchDispatchMode) that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtype_hooks.scales.operations import LEFT_OUT, inside_of, is_setter, operation_name
+
+if TYPE_CHECKING:
+    from dtype_hooks.scales.recorder import Recorder
+
+_CONTAINERS = (tuple, list, dict)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Tells the recorder what each function returns."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inside = inside_of(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **kwargs)
+        outputs = func(*args, **kwargs)
+        if isinstance(outputs, torch.Tensor) or (
+            type(outputs) is not torch.Size and isinstance(outputs, _CONTAINERS)
+        ):
+            name = operation_name(func)
+            if name not in LEFT_OUT:
+                self._recorder.saw(name, args, kwargs, outputs)
+        elif outputs is None and is_setter(func):
+            self._recorder.saw(operation_name(func), args, kwargs, args[0])
+        return outputs
+
+
+class KernelMode(TorchDispatchMode):
+    """Tells the recorder what each kernel returns; views and uninitialised memory are no kernels' work."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in LEFT_OUT:
+            self._recorder.saw_kernel(f"aten.{func.overloadpacket.__name__}", outputs)
+        return outputs
+
+
+def is_on(mode: TorchFunctionMode | TorchDispatchMode) -> bool:
+    """Whether ``mode`` is on this thread's stack, as the stack is now: inside a backward it is another one."""
+    if isinstance(mode, TorchFunctionMode):
+        at, count = torch._C._get_function_stack_at, torch._C._len_torch_function_stack()
+    else:
+        at, count = torch._C._get_dispatch_stack_at, torch._C._len_torch_dispatch_stack()
+    return any(at(index) is mode for index in range(count))

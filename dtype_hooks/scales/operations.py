@@ -1,0 +1,78 @@
+"""What the functions that a model calls are named, and which of them make no tensor of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SAME_VALUES = frozenset(
+    {
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel"),
+        *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "adjoint"),
+        *("squeeze", "unsqueeze", "contiguous", "detach", "clone", "data"),
+        *("to", "float", "double", "type", "type_as", "cpu", "cuda", "identity"),
+    }
+)
+"""Functions whose result has the elements of their first argument in some order, when numel and dtype agree."""
+
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+)
+_NO_NEW_TENSOR = frozenset(
+    {"requires_grad_", "detach_", "retain_grad", "share_memory_", "grad", "_base", "_grad"}
+)
+LEFT_OUT = _UNINITIALISED | _NO_NEW_TENSOR
+"""Functions whose result is memory that nobody has written yet, or no new value."""
+
+_DESCENDED = (F.multi_head_attention_forward,)
+_SETTERS = frozenset({"__setitem__"})
+
+
+def operation_name(func: Callable[..., Any]) -> str:
+    """The name of a function as its caller knows it: ``softmax``, ``add``, ``T`` for the attribute, ``setitem``."""
+    name = getattr(func, "__name__", None) or type(func).__name__
+    if name == "__get__":
+        return func.__self__.__name__  # type: ignore[attr-defined]
+    if name.startswith("__") and name.endswith("__"):
+        return name[2:-2]
+    return name
+
+
+def inside_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``func`` without its own hand-over to ``__torch_function__``, where it is one to look into; else None.
+
+    ``F.multi_head_attention_forward`` hands itself over as a whole. The copy made here finds another
+    ``has_torch_function`` in its globals and runs its body, whose functions are seen one by one; torch's own
+    module is not touched.
+    """
+    if func not in _DESCENDED:
+        return None
+    code_globals = {**func.__globals__, "has_torch_function": _nobody}
+    inside = FunctionType(func.__code__, code_globals, func.__name__, func.__defaults__, func.__closure__)
+    inside.__kwdefaults__ = func.__kwdefaults__
+    return inside
+
+
+def is_setter(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` returns None and writes into its first argument: ``z[i] = value``."""
+    return getattr(func, "__name__", None) in _SETTERS
+
+
+def tensors_in(value: Any, label: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(label, tensor)`` of nested tuples, lists and mappings: ``("", t)``, ``("[0]", t)``, ``("[logits]", t)``."""
+    if isinstance(value, torch.Tensor):
+        yield label, value
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{label}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{label}[{key}]")
+
+
+def _nobody(*_: Any) -> bool:
+    return False

@@ -1,0 +1,484 @@
+"""The scales of every tensor that a model makes, forward and backward, seen while it runs eagerly."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dtype_hooks.core.naming import named_bare_modules
+from dtype_hooks.core.number_formats import DEFAULT_FORMATS, NumberFormat, resolve_formats
+from dtype_hooks.core.selection import Selection, select
+from dtype_hooks.errors import ConfigError, SelectionError
+from dtype_hooks.scales.known import KnownGradient, KnownTensors
+from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on
+from dtype_hooks.scales.module_calls import watch_calls
+from dtype_hooks.scales.operations import SAME_VALUES, tensors_in
+from dtype_hooks.scales.record import Entry, Scales
+from dtype_hooks.scales.statistics import Measurement, can_measure, measure
+from dtype_hooks.scales.undisturbed import undisturbed
+
+LEVELS = ("functions", "aten")
+
+
+@contextmanager
+def track_scales(
+    model: nn.Module,
+    patterns: str | Sequence[str] | None = None,
+    class_patterns: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    *,
+    level: str = "functions",
+    formats: Sequence[str] = tuple(each.name for each in DEFAULT_FORMATS),
+    backward: bool = True,
+    parameters: bool = True,
+    only_std: bool = False,
+) -> Iterator[Scales]:
+    """Record the scale of every floating tensor that ``model`` makes in this block, and of its gradient.
+
+    No tracing, and no change to the model: what runs in the block runs as it would without, bit for bit. Each result of
+    a torch function is named after the module that called it, the function, and how often that module has called it
+    before in this block: ``blocks.0.attn:softmax``, ``blocks.0.attn:softmax.1``, and ``attn:chunk[2]`` for one of several
+    results. What the model is called with is ``:input[0]``, ``:input[mask]``; the parameters are ``blocks.0.norm.weight``.
+
+    **What is seen**: every function of torch and ``torch.nn.functional`` that is called with the block's thread or inside
+    a module of the model in any thread; in-place functions and ``z[i] = v`` by what they leave; views; each output of a
+    custom ``torch.autograd.Function``; ``nn.MultiheadAttention`` from the inside. Fused functions are one. Under both kinds
+    of activation checkpointing there is one record a tensor; the recompute adds the gradients. Outside of the model's
+    modules a result is recorded when it requires grad: losses, not data loading or the optimizer.
+
+    **What is left out**: integer, bool, complex, sparse, quantized, nested, meta and fake tensors, those inside of a
+    functorch transform, uninitialised memory (``torch.empty``), and what runs inside a scripted function or a C++ extension,
+    of which the module's next function shows the result.
+
+    **Gradients** are those that reach the tensor, summed over its uses. Where the block runs several backward passes over
+    one tensor, their values are pooled. A parameter's is its ``.grad`` after the block's last backward that changed it:
+    reduced over ranks, summed over what was accumulated before. With loss scaling they are scaled.
+
+    Args:
+        model: Any module, wrapped (DDP, ``torch.compile``) or not; names are the bare model's.
+        patterns: Regexes on dotted names: only what happens inside these modules. None, with no class patterns, is everything.
+        class_patterns: The same on class names.
+        exclude: Regexes on dotted names of modules left out, with all that is below them.
+        level: ``"aten"`` adds the kernels below the functions: casts by autocast, the insides of fused functions, and the
+            backward's own (``direction == "backward"``, under the module whose forward they belong to).
+        formats: Number formats whose underflow, subnormal and overflow fractions are counted.
+        backward: Whether gradients are recorded.
+        parameters: Whether parameters and their gradients are recorded.
+        only_std: Only count, mean, std and rms: the cheapest.
+
+    Yields:
+        The record. It can be read inside the block and after it.
+
+    Raises:
+        ConfigError: For an argument that cannot be used.
+        SelectionError: When ``patterns`` take no module.
+
+    Note:
+        A compiled model runs eagerly in the block (``torch.compiler.set_stance``), and is not compiled anew afterwards.
+
+    Example:
+        >>> import torch, dtype_hooks
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+        >>> with dtype_hooks.track_scales(model) as scales:
+        ...     model(torch.ones(3, 4)).square().mean().backward()
+        >>> [row["name"] for row in scales.rows() if row["direction"] == "backward"][-3:]
+        ['2:linear', ':square', ':mean']
+    """
+    where = "track_scales"
+    if level not in LEVELS:
+        raise ConfigError(f"{where}.level: got {level!r}; expected one of {', '.join(map(repr, LEVELS))}.")
+    selection = Selection.make(patterns, class_patterns, exclude, where)
+    recorder = Recorder(
+        model,
+        selection,
+        level=level,
+        formats=resolve_formats(formats, f"{where}.formats"),
+        backward=backward,
+        parameters=parameters,
+        only_std=only_std,
+    )
+    with recorder:
+        yield recorder.scales
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module of the model: its name, and whether what happens in it is recorded."""
+
+    name: str
+    wanted: bool
+    module: nn.Module  # kept, so that its id stays its own
+
+
+class _Thread(threading.local):
+    """Where a thread is: the module whose forward runs, and whether we are measuring."""
+
+    place: Place | None = None
+    busy = False
+    recomputing = False
+
+
+class Recorder:
+    """One recording, from ``with`` to its end; see :func:`track_scales`.
+
+    Attributes:
+        scales: The record.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        *,
+        level: str = "functions",
+        formats: tuple[NumberFormat, ...] = DEFAULT_FORMATS,
+        backward: bool = True,
+        parameters: bool = True,
+        only_std: bool = False,
+        where: str = "track_scales",
+    ) -> None:
+        self.model = model
+        self.scales = Scales(formats)
+        self._backward, self._parameters, self._only_std = backward, parameters, only_std
+        self._places = _places(model, selection, where)
+        self._everything = selection.is_empty
+        self._modes: list[Any] = [FunctionMode(self)]
+        if level == "aten":
+            self._modes.append(KernelMode(self))
+        self._thread = _Thread()
+        self._lock = threading.RLock()
+        self._handles: list[RemovableHandle] = []
+        self._leaves: list[torch.Tensor] = []
+        self._of_parameters: list[tuple[Entry, torch.Tensor, tuple]] = []
+        self._calls: dict[tuple[str, str], list[dict[str, Entry]]] = {}
+        self._segments: list[tuple[int, int]] = []
+        self._recomputes: dict[tuple[int, int], dict[tuple[str, str], int]] = {}
+        self._gradients = 0
+        self._node_modules: dict[int, str] = {}
+        self._known = KnownTensors()
+        self._known_gradient = KnownGradient()
+        self._region = ExitStack()
+        self._open = False
+
+    def __enter__(self) -> Recorder:
+        with ExitStack() as region:
+            region.callback(self._close)
+            region.enter_context(watch_calls(self._call, self._after_function, self._after_backward))
+            self._open = True
+            if self._parameters:
+                self._record_parameters()
+            if self._everything:
+                for mode in self._modes:
+                    region.enter_context(mode)
+            self._region = region.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._region.close()
+
+    def _close(self) -> None:
+        self._open = False
+        for handle in self._handles:
+            handle.remove()
+        for leaf in self._leaves:
+            if not leaf._backward_hooks:
+                leaf._backward_hooks = None
+        self._handles.clear()
+        self._leaves.clear()
+        self._of_parameters.clear()
+        self._known.clear()
+        self._known_gradient.clear()
+        self._places.clear()
+
+    # What the modes and patches call
+
+    def _call(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """A module is called, in any thread, ours or not."""
+        place = self._places.get(id(module))
+        if place is None or not self._open:
+            return original(module, *args, **kwargs)
+        thread = self._thread
+        outer = thread.place
+        thread.place = place
+        try:
+            if torch._C._current_graph_task_id() != -1 and not thread.recomputing:
+                return self._recompute(original, module, args, kwargs)
+            if not place.name:
+                self._record_inputs(args, kwargs)
+            if not place.wanted:
+                return original(module, *args, **kwargs)
+            return self._with_modes(original, module, args, kwargs)
+        finally:
+            thread.place = outer
+
+    def _recompute(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """A module is called inside a backward: by activation checkpointing, of either kind or written by hand."""
+        if self._segment() is None:  # the forward ran with gradients: its tensors have their hooks
+            self._thread.busy, busy = True, self._thread.busy
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._thread.busy = busy
+        self._thread.recomputing = True
+        try:
+            return self._with_modes(original, module, args, kwargs)
+        finally:
+            self._thread.recomputing = False
+
+    def _with_modes(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The call with our modes on: other threads, and the backward, begin without them."""
+        missing = [mode for mode in self._modes if not is_on(mode)]
+        if not missing:
+            return original(module, *args, **kwargs)
+        with ExitStack() as stack:
+            for mode in missing:
+                stack.enter_context(mode)
+            return original(module, *args, **kwargs)
+
+    def _after_function(self, cls: type, args: tuple, kwargs: dict, outputs: Any) -> None:
+        if self._open:
+            self.saw(cls.__name__, args, kwargs, outputs)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this thread is measuring, or recomputing what has been recorded already."""
+        return self._thread.busy or not self._open
+
+    def saw(self, op: str, args: tuple, kwargs: dict, outputs: Any) -> None:
+        """A function named ``op`` was called with ``args`` and ``kwargs`` and has returned ``outputs``."""
+        place = self._thread.place
+        if self._thread.busy or (place is not None and not place.wanted):
+            return
+        tensors = [(label, tensor) for label, tensor in tensors_in(outputs) if can_measure(tensor)]
+        if place is None:
+            recorded = self._everything and torch.is_grad_enabled()
+            tensors = [each for each in tensors if each[1].requires_grad] if recorded else []
+        if tensors:
+            self._record(place.name if place else "", op, tensors, args, kwargs)
+
+    def _record(
+        self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], args: tuple, kwargs: dict
+    ) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._record_again(module, op, tensors)
+            return
+        inputs = self._inputs(args, kwargs)
+        source = args[0] if op in SAME_VALUES and args else None
+        measured = [self._known.statistics(source, tensor) or self._measured(tensor) for _, tensor in tensors]
+        with self._lock:
+            calls = self._calls.setdefault((module, op), [])
+            call: dict[str, Entry] = {}
+            calls.append(call)
+            for (label, tensor), each in zip(tensors, measured, strict=True):
+                entry = Entry.of(tensor, module, op, len(calls) - 1, label, "activation", each)
+                entry.inputs = inputs
+                call[label] = self._add(tensor, entry)
+        self._mark_segment(next(iter(call.values())).order)
+
+    def _add(self, tensor: torch.Tensor, entry: Entry) -> Entry:
+        self.scales.add(entry)
+        self._known.add(tensor, entry)
+        self._hook(tensor, entry)
+        return entry
+
+    def _inputs(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
+        entries = (self._known.entry(tensor) for _, tensor in tensors_in((args, kwargs)))
+        return tuple(entry.order for entry in entries if entry is not None)
+
+    def _record_again(self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """A function of a recompute: its tensors' gradients belong to the records that the forward made."""
+        call = self._recomputed_call(module, op)
+        if call is None:
+            return
+        for label, tensor in tensors:
+            if label in call:
+                self._hook(tensor, call[label])
+        self._mark_segment(min(entry.order for entry in call.values()))
+
+    def _recomputed_call(self, module: str, op: str) -> dict[str, Entry] | None:
+        start = self._segment()
+        if start is None:
+            return None
+        with self._lock:
+            counts = self._recomputes.setdefault(_backward_node(), {})
+            nth = counts.get((module, op), 0)
+            counts[module, op] = nth + 1
+            calls = self._calls.get((module, op), [])
+            first = bisect_left(calls, start, key=lambda call: next(iter(call.values())).order)
+        return calls[first + nth] if first + nth < len(calls) else None
+
+    def _mark_segment(self, order: int) -> None:
+        """Remember when, in numbers of autograd nodes, the record ``order`` was made without gradients.
+
+        A function that recomputes (``CheckpointFunction``) has its node made before its forward runs under no_grad. In
+        the backward that node is the current one: what it redoes begins with the first such record after it.
+        """
+        if torch.is_grad_enabled():
+            return
+        number = torch._C._autograd._get_sequence_nr()
+        with self._lock:
+            at = bisect_left(self._segments, number, key=itemgetter(0))
+            if at == len(self._segments) or self._segments[at][0] != number:
+                self._segments.insert(at, (number, order))
+
+    def _segment(self) -> int | None:
+        """``order`` of the first record of what the autograd node that runs here recomputes."""
+        if not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+            return None
+        at = bisect_left(self._segments, _backward_node()[1] + 1, key=itemgetter(0))
+        return self._segments[at][1] if at < len(self._segments) else None
+
+    def saw_kernel(self, op: str, outputs: Any) -> None:
+        """A kernel below the functions has returned ``outputs``, in the forward or in the backward."""
+        if self._thread.busy or not self._open:
+            return
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._thread.recomputing:  # the forward has shown it
+            return
+        module = self._module_of_node() if in_backward else self._module_of_kernel()
+        if module is None:
+            return
+        tensors = [(label, tensor) for label, tensor in tensors_in(outputs) if can_measure(tensor)]
+        if tensors:
+            self._record_kernel(module, op, tensors, in_backward)
+
+    def _module_of_kernel(self) -> str | None:
+        place = self._thread.place
+        if place is None:
+            return "" if self._everything and torch.is_grad_enabled() else None
+        if not place.wanted:
+            return None
+        # an autograd node takes its number just before its kernel runs
+        self._node_modules[torch._C._autograd._get_sequence_nr() - 1] = place.name
+        return place.name
+
+    def _module_of_node(self) -> str | None:
+        return self._node_modules.get(_backward_node()[1])
+
+    def _record_kernel(
+        self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], in_backward: bool
+    ) -> None:
+        measured = [self._measured(tensor) for _, tensor in tensors]
+        with self._lock:
+            calls = self._calls.setdefault((module, f"{op} backward" if in_backward else op), [])
+            call: dict[str, Entry] = {}
+            calls.append(call)
+            for (label, tensor), each in zip(tensors, measured, strict=True):
+                entry = Entry.of(tensor, module, op, len(calls) - 1, label, "kernel", each)
+                if in_backward:
+                    entry.forward, entry.backward = None, [each]
+                call[label] = self.scales.add(entry)
+
+    # Measuring
+
+    def _measured(self, tensor: torch.Tensor) -> Measurement:
+        thread = self._thread
+        thread.busy, busy = True, thread.busy
+        try:
+            with undisturbed(tensor):
+                return measure(tensor, self.scales.formats, self._only_std)
+        finally:
+            thread.busy = busy
+
+    def _hook(self, tensor: torch.Tensor, entry: Entry) -> None:
+        if not self._backward or not tensor.requires_grad:
+            return
+        if tensor.is_leaf and tensor._backward_hooks is None:
+            self._leaves.append(tensor)
+        with torch._C.DisableTorchFunction():
+            self._handles.append(tensor.register_hook(partial(self._gradient, entry)))
+
+    def _gradient(self, entry: Entry, gradient: torch.Tensor) -> None:
+        if not self._open or not can_measure(gradient):
+            return
+        measured = self._known_gradient.of(gradient) or self._measured(gradient)
+        self._known_gradient.set(gradient, measured)
+        with self._lock:
+            entry.backward.append(measured)
+            self._count_gradient(entry)
+
+    def _count_gradient(self, entry: Entry) -> None:
+        if entry.backward_order < 0:
+            entry.backward_order = self._gradients
+            self._gradients += 1
+
+    # Inputs and parameters
+
+    def _record_inputs(self, args: tuple, kwargs: dict) -> None:
+        root = self._thread.place
+        if root is None or not root.wanted:
+            return
+        inputs = dict(enumerate(args)) | kwargs
+        tensors = [(label, tensor) for label, tensor in tensors_in(inputs) if can_measure(tensor)]
+        if tensors:
+            self._record("", "input", tensors, (), {})
+
+    def _record_parameters(self) -> None:
+        seen: set[int] = set()
+        for place in list(self._places.values()):
+            if not place.wanted:
+                continue
+            for name, parameter in place.module._parameters.items():
+                if parameter is not None and id(parameter) not in seen and can_measure(parameter):
+                    seen.add(id(parameter))
+                    self._record_parameter(f"{place.name}.{name}".lstrip("."), parameter)
+
+    def _record_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        measured = self._measured(parameter)
+        module, _, last = name.rpartition(".")
+        entry = self.scales.add(Entry.of(parameter, module, last, 0, "", "parameter", measured))
+        self._known.add(parameter, entry)
+        if self._backward and parameter.requires_grad:
+            self._of_parameters.append((entry, parameter, _state_of(parameter.grad)))
+
+    def _after_backward(self) -> None:
+        """Read the gradients of parameters: reduced over ranks, and summed where a backward comes in several parts."""
+        if not self._open or torch._C._current_graph_task_id() != -1:  # inside another backward
+            return
+        for entry, parameter, before in self._of_parameters:
+            gradient = parameter.grad
+            if gradient is not None and _state_of(gradient) != before and can_measure(gradient):
+                entry.backward[:] = [self._measured(gradient)]
+                self._count_gradient(entry)
+
+
+def _places(model: nn.Module, selection: Selection, where: str) -> dict[int, Place]:
+    """Each module of the model by its id, under its first name."""
+    taken: set[int] | None = None
+    result = select(model, selection)
+    if not selection.is_empty:
+        taken = {id(each.module) for each in result.taken}
+        if not taken:
+            raise SelectionError(
+                "; ".join(result.dead_messages(where))
+                or f"{where}: got {selection}; expected patterns that take a module that exclude does not name. Mend them."
+            )
+    out = {id(each.module) for each in result.excluded}
+    places: dict[int, Place] = {}
+    wanted_by_name: dict[str, bool] = {}
+    for name, module in named_bare_modules(model):
+        parent = wanted_by_name.get(name.rpartition(".")[0], taken is None) if name else taken is None
+        wanted = (parent or (taken is not None and id(module) in taken)) and id(module) not in out
+        wanted_by_name[name] = wanted
+        places.setdefault(id(module), Place(name, wanted, module))
+    return places
+
+
+def _state_of(gradient: torch.Tensor | None) -> tuple:
+    return () if gradient is None else (id(gradient), gradient._version)
+
+
+def _backward_node() -> tuple[int, int]:
+    """``(graph task, sequence number)`` of the autograd node that runs in this thread."""
+    node = torch._C._current_autograd_node()
+    return torch._C._current_graph_task_id(), -1 if node is None else node._sequence_nr()
