@@ -43,6 +43,18 @@ class Encoding:
     finite: int
     bounds: tuple[int, ...]
 
+    def magnitude(self, code: int) -> float:
+        """The number of a code; infinity for all that are not finite."""
+        if code > self.finite:
+            return math.inf
+        info = torch.finfo(self.dtype)
+        digits = 1 - math.frexp(info.eps)[1]
+        exponent, fraction = code >> digits, code & ((1 << digits) - 1)
+        lowest = math.frexp(info.smallest_normal)[1] - 1 - digits
+        if exponent == 0:
+            return math.ldexp(fraction, lowest)
+        return math.ldexp(fraction + (1 << digits), lowest + exponent - 1)
+
 
 def encoding_of(dtype: torch.dtype, formats: Sequence[NumberFormat], only_std: bool = False) -> Encoding:
     """The encoding of a dtype of :data:`INTEGERS`, with the bounds of the formats in it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtype_hooks.core.number_formats import NumberFormat
 from dtype_hooks.errors import ConfigError
-from dtype_hooks.scales import torch_kernel
+from dtype_hooks.scales import host_kernel, torch_kernel
 from dtype_hooks.scales.chunks import chunks_of, in_memory_order
 from dtype_hooks.scales.encodings import INTEGERS, Encoding, encoding_of
 
@@ -64,7 +64,7 @@ class TensorStatistics:
         nans: Elements that are NaN.
         infs: Elements that are infinite.
         mean: Arithmetic mean, float64.
-        deviation: The Euclidean norm of the differences from the mean, float64: ``std * sqrt(finite - 1)``.
+        deviation: Standard deviation with divisor n, float64 (``std`` is the unbiased one).
         zeros: Elements equal to zero, of either sign; None if only the std was asked for.
         amax: Largest magnitude.
         amin: Smallest nonzero magnitude.
@@ -89,12 +89,13 @@ class TensorStatistics:
     @property
     def std(self) -> float | None:
         """Unbiased standard deviation (divisor n - 1); 0 for one element, None for none."""
-        return self.deviation / math.sqrt(max(self.finite - 1, 1)) if self.finite else None
+        n = self.finite
+        return self.deviation * math.sqrt(n / max(n - 1, 1)) if n else None
 
     @property
     def rms(self) -> float | None:
         """Root of the mean square; None without finite elements."""
-        return math.hypot(self.mean, self.deviation / math.sqrt(self.finite)) if self.finite else None
+        return math.hypot(self.mean, self.deviation) if self.finite else None
 
     def fractions(self, name: str) -> FormatFractions:
         """What would become of the values in the format of this name; ``KeyError`` if it was not asked for."""
@@ -109,8 +110,8 @@ class TensorStatistics:
     def merge(self, other: TensorStatistics) -> TensorStatistics:
         """Statistics of both tensors' elements together; counts are exact, moments combined in float64.
 
-        The formula is Chan, Golub and LeVeque's (1979) for pairs, with norms in place of their squares, which could
-        overflow.
+        The formula is Chan, Golub and LeVeque's (1979) for pairs, with standard deviations in place of variances,
+        which could overflow.
 
         Raises:
             ConfigError: If the two were not asked for the same formats, or one for std only.
@@ -188,9 +189,10 @@ def _merged_moments(a: TensorStatistics, b: TensorStatistics) -> tuple[float, fl
     if not a.finite or not b.finite:
         return (a.mean, a.deviation) if a.finite else (b.mean, b.deviation)
     total = a.finite + b.finite
-    apart = (b.mean - a.mean) * math.sqrt(a.finite / total) * math.sqrt(b.finite)
-    mean = a.mean * (a.finite / total) + b.mean * (b.finite / total)
-    return mean, math.hypot(a.deviation, b.deviation, apart)
+    of_a, of_b = a.finite / total, b.finite / total
+    apart = (b.mean - a.mean) * math.sqrt(of_a * of_b)
+    deviation = math.hypot(a.deviation * math.sqrt(of_a), b.deviation * math.sqrt(of_b), apart)
+    return a.mean * of_a + b.mean * of_b, deviation
 
 
 def _merged_formats(
@@ -218,6 +220,7 @@ class Workspace(threading.local):
         self._formats: tuple[NumberFormat, ...] = ()
         self._encodings: dict[tuple[torch.dtype, bool], Encoding] = {}
         self._bounds: dict[tuple[torch.dtype, bool, torch.device], Tensor] = {}
+        self.memory = host_kernel.Memory() if host_kernel.AVAILABLE else None
 
     def encoding(self, dtype: torch.dtype, formats: tuple[NumberFormat, ...], only_std: bool) -> Encoding:
         """The encoding of a dtype with the bounds of the formats."""
@@ -310,31 +313,29 @@ def measure(
         workspace: Memory to use again; a fresh one by default.
     """
     workspace = Workspace() if workspace is None else workspace
-    with torch._C.DisableTorchFunctionSubclass():
-        flat, repeats = in_memory_order(_plain(tensor).detach())
-        if not flat.numel():
-            return Measurement(formats, only_std, 1, [])
-        rows = _on_device(flat, formats, only_std, workspace)
-    return Measurement(formats, only_std, repeats, rows)
+    if type(tensor) not in _PLAIN:
+        with torch._C.DisableTorchFunctionSubclass():
+            return measure(_plain(tensor), formats, only_std, workspace)
+    tensor = tensor.detach()
+    dtype = tensor.dtype if tensor.dtype in INTEGERS else torch.float32
+    if not tensor.numel():
+        return Measurement(formats, only_std, 1, [])
+    encoding = workspace.encoding(dtype, formats, only_std)
+    if tensor.is_cpu and workspace.memory is not None:
+        row, repeats = host_kernel.tally(tensor, encoding, workspace.memory, only_std)
+        return Measurement(formats, only_std, repeats, [row])
+    bounds = workspace.bounds(encoding, only_std, tensor.device)
+    tensor, repeats = in_memory_order(tensor)
+    chunks = chunks_of(tensor, torch_kernel.CHUNK)
+    rows = [torch_kernel.tally(chunk.to(dtype), encoding, bounds, only_std) for chunk in chunks]
+    return Measurement(formats, only_std, repeats, torch.stack(rows))
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    if type(tensor) in _PLAIN:
-        return tensor
     if _is_dtensor(tensor):
         local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
         return local
     return tensor.as_subclass(Tensor)
-
-
-def _on_device(
-    flat: Tensor, formats: tuple[NumberFormat, ...], only_std: bool, workspace: Workspace
-) -> Tensor:
-    dtype = flat.dtype if flat.dtype in INTEGERS else torch.float32
-    encoding = workspace.encoding(dtype, formats, only_std)
-    bounds = workspace.bounds(encoding, only_std, flat.device)
-    chunks = chunks_of(flat, torch_kernel.CHUNK)
-    return torch.stack([torch_kernel.tally(chunk.to(dtype), encoding, bounds, only_std) for chunk in chunks])
 
 
 def gather(measurements: Sequence[Measurement]) -> list[TensorStatistics]:
@@ -370,7 +371,6 @@ def _read(
     finite, not_nan, numel = counts[:3]
     basic = numel, numel - not_nan, not_nan - finite
     mean, deviation, *extremes = row[len(counts) :] if finite else (0.0, 0.0)
-    deviation *= math.sqrt(repeats)
     if only_std:
         return TensorStatistics(*basic, mean, deviation)
     zeros, *bounds = counts[3:]

@@ -23,7 +23,7 @@ def tally(chunk: Tensor, encoding: Encoding, bounds: Tensor, only_std: bool) -> 
 
     Returns:
         Float64 (float32 on MPS, which has nothing better), shape (len(bounds) + 4,), or + 2 for ``only_std``: how many
-        elements are at or below each bound; mean and norm of the deviations from it, of the finite elements; amax
+        elements are at or below each bound; mean and standard deviation (divisor n) of the finite elements; amax
         (0 if no element is finite) and smallest nonzero magnitude (infinite or NaN if there is none).
     """
     chunk = chunk.reshape(-1)
@@ -47,5 +47,5 @@ def _moments(values: Tensor, finite: Tensor, count: Tensor, amax: Tensor) -> tup
     rest = torch.frexp(amax).exponent - half
     values = torch.ldexp(torch.ldexp(values, -half), -rest)
     mean = values.sum() / count
-    deviation = torch.linalg.vector_norm(torch.where(finite, values - mean, 0))
+    deviation = torch.linalg.vector_norm(torch.where(finite, values - mean, 0)) / count.sqrt()
     return torch.ldexp(torch.ldexp(mean, half), rest), torch.ldexp(torch.ldexp(deviation, half), rest)
