@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dtype_hooks.core.autocast import NARROW, check_autocast, device_type_of, de
 from dtype_hooks.core.autocast_method import Phase
 from dtype_hooks.core.data_parallel import renew_reducers
 from dtype_hooks.core.dtypes import DTYPES, dtype_name, resolve_dtype
+from dtype_hooks.core.loss_scaling import LossScale
 from dtype_hooks.core.nodes import (
     ROOT,
     Node,
@@ -30,6 +31,7 @@ from dtype_hooks.core.selection import Selection, SelectionResult
 from dtype_hooks.core.storage import claims_on, tensor_names
 from dtype_hooks.core.validation import as_bool, as_interval
 from dtype_hooks.errors import ConfigError
+from dtype_hooks.hooks.loss_scaling import LossScaling
 from dtype_hooks.hooks.optimizers import mend_optimizer_states
 from dtype_hooks.hooks.predictions import CastPredictions
 from dtype_hooks.hooks.ranks import any_rank, gather_from_ranks, raise_together
@@ -103,6 +105,8 @@ class AutocastHook(Hook):
         check_interval: int = 10,
         verbose: bool = False,
         cast_nodes: bool = False,
+        loss_scale: str | float | Mapping[str, Any] | None = "auto",
+        max_consecutive_skips: int = 50,
     ) -> None:
         where = "AutocastHook"
         self.enabled = as_bool(enabled, f"{where}.enabled")
@@ -128,6 +132,10 @@ class AutocastHook(Hook):
                 f"{where}.output_dtype: got patterns as well, so that the model itself has no region; expected one of the "
                 "two. Leave output_dtype out."
             )
+        self.loss_scaling = LossScaling(
+            LossScale.make(loss_scale, f"{where}.loss_scale"),
+            as_interval(max_consecutive_skips, f"{where}.max_consecutive_skips"),
+        )
         self.regions: Regions | None = None
         self._modules: list[nn.Module] = []
         self._phase = Phase()
@@ -137,11 +145,17 @@ class AutocastHook(Hook):
         """Resolve the nodes and install, before anything copies, wraps or compiles the model."""
         reset_implicit_downcasts()
         self._install(runner)
+        self._scale_losses(runner)
 
     def before_train(self, runner: Runner) -> None:
-        """Install, if ``before_run`` has not; the phase is training."""
+        """Install, if ``before_run`` has not, and look at parameters stored since; the phase is training."""
         self._install(runner)
+        self._scale_losses(runner)
         self._enter("train")
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        """Keep the loss scaler's state where it comes too early."""
+        self.loss_scaling.keep_loaded(runner, checkpoint)
 
     def before_val(self, runner: Runner) -> None:
         """Install, if nothing before has; the phase is validation."""
@@ -164,10 +178,15 @@ class AutocastHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Put back regions that are gone, every ``check_interval`` iterations; after the first, say if none was entered."""
+        """Update the loss scale; every ``check_interval`` iterations put back regions that are gone."""
+        self.loss_scaling.after_iteration(runner)
         self._report_first_iteration(runner)
         if self.check_interval and self.every_n_train_iters(runner, self.check_interval):
             self._put_back(runner)
+
+    def after_train(self, runner: Runner) -> None:
+        """Say which of the last steps were skipped."""
+        self.loss_scaling.after_training(runner)
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
@@ -182,7 +201,8 @@ class AutocastHook(Hook):
         self._report_first_iteration(runner)
 
     def remove(self) -> None:
-        """Take the regions off the model."""
+        """Take the regions off the model and the loss scaler off the optim wrapper."""
+        self.loss_scaling.remove()
         if self.regions is not None:
             self.regions.remove()
         self.regions = None
@@ -213,6 +233,13 @@ class AutocastHook(Hook):
             self._report(runner, self.regions, chosen)
             if self.cast_nodes:
                 self._store(runner, self.regions)
+
+    def _scale_losses(self, runner: Runner) -> None:
+        if self.regions is None:
+            return
+        dtypes = [node.dtype for node in self.regions.nodes] if "train" in self.phases else []
+        hooks = (hook for hook in runner.hooks if isinstance(hook, AutocastHook) and hook is not self)
+        self.loss_scaling.install(runner, dtypes, [hook.loss_scaling for hook in hooks])
 
     def _plan(self, model: nn.Module, runner: Runner) -> tuple[Regions, SelectionResult]:
         """Resolve the nodes and check all that can be wrong, without touching the model."""
@@ -325,11 +352,6 @@ def _hints(
     """What will surprise in this run, each with what to do."""
     dtypes = {node.dtype for node in nodes}
     hints = []
-    if torch.float16 in dtypes and runner.cfg.get("optim_wrapper") is not None:
-        hints.append(
-            "AutocastHook: float16 without loss scaling, which this hook does not do yet: gradients below 6e-8 become zero. "
-            "Use bfloat16, or AmpOptimWrapper on a GPU in the place of this hook."
-        )
     predicts = ("val" in phases and runner.cfg.get("val_cfg")) or (
         "test" in phases and runner.cfg.get("test_cfg")
     )
