@@ -35,6 +35,10 @@ class Encoding:
         finite: Code of the largest finite number; ``finite + 1`` is infinity's and what is above is NaN.
         bounds: Codes; how many elements are at or below each tells all counts. The largest codes of: finite numbers,
             infinity, everything, zero; then :func:`bounds_of`. Without zero and formats if only the std is wanted.
+        ladder: The formats' bounds in ascending order, each once.
+        steps: Where each of the formats' bounds is in the ladder.
+        digits: Bits of the mantissa that are stored.
+        lowest: The smallest subnormal is two to this power.
     """
 
     dtype: torch.dtype
@@ -42,29 +46,39 @@ class Encoding:
     mask: int
     finite: int
     bounds: tuple[int, ...]
+    ladder: tuple[int, ...]
+    steps: tuple[int, ...]
+    digits: int
+    lowest: int
 
     def magnitude(self, code: int) -> float:
         """The number of a code; infinity for all that are not finite."""
         if code > self.finite:
             return math.inf
-        info = torch.finfo(self.dtype)
-        digits = 1 - math.frexp(info.eps)[1]
-        exponent, fraction = code >> digits, code & ((1 << digits) - 1)
-        lowest = math.frexp(info.smallest_normal)[1] - 1 - digits
+        exponent, fraction = divmod(code, 1 << self.digits)
         if exponent == 0:
-            return math.ldexp(fraction, lowest)
-        return math.ldexp(fraction + (1 << digits), lowest + exponent - 1)
+            return math.ldexp(fraction, self.lowest)
+        return math.ldexp(fraction + (1 << self.digits), self.lowest + exponent - 1)
 
 
 def encoding_of(dtype: torch.dtype, formats: Sequence[NumberFormat], only_std: bool = False) -> Encoding:
     """The encoding of a dtype of :data:`INTEGERS`, with the bounds of the formats in it."""
-    integer = INTEGERS[dtype]
-    mask = torch.iinfo(integer).max
-    finite = code_at_most(torch.finfo(dtype).max, dtype)
-    bounds = (
-        [finite, finite + 1, mask] if only_std else [finite, finite + 1, mask, 0, *bounds_of(dtype, formats)]
+    info = torch.finfo(dtype)
+    mask = torch.iinfo(INTEGERS[dtype]).max
+    finite = code_at_most(info.max, dtype)
+    of_formats = [] if only_std else bounds_of(dtype, formats)
+    ladder = sorted(set(of_formats))
+    return Encoding(
+        dtype=dtype,
+        integer=INTEGERS[dtype],
+        mask=mask,
+        finite=finite,
+        bounds=(finite, finite + 1, mask, *([] if only_std else [0]), *of_formats),
+        ladder=tuple(ladder),
+        steps=tuple(map(ladder.index, of_formats)),
+        digits=1 - math.frexp(info.eps)[1],
+        lowest=math.frexp(info.smallest_normal)[1] + math.frexp(info.eps)[1] - 2,
     )
-    return Encoding(dtype, integer, mask, finite, tuple(bounds))
 
 
 def bounds_of(dtype: torch.dtype, formats: Sequence[NumberFormat]) -> list[int]:

@@ -8,8 +8,8 @@ times as long for the same. Without numpy :mod:`dtype_hooks.scales.torch_kernel`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +41,20 @@ ILL_CONDITIONED = 2.0
 errors of 3e-7 are magnified by 1 + this."""
 
 
+SPARSE = 32
+"""Where fewer than one element in this many is at or below a bound, the lower bounds are counted among those alone: picking
+them out costs as much as counting one and a half times."""
+
+SAFE_SQUARES = (2.0**-80, 2.0**120)
+"""Sums of float32 squares outside may have lost summands to underflow, or overflow in the next chunk. Float64 is
+held to the same bounds."""
+
+TWINS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
+"""What numpy sees a dtype as; it lacks bfloat16, and nothing is computed in float16."""
+
+
 class Memory:
-    """Arrays to use again for chunks of one thread."""
+    """Arrays to use again for chunks, by one thread; contents are whatever was there."""
 
     def __init__(self) -> None:
         self._whole: dict[tuple[str, torch.dtype], tuple[Tensor, Array]] = {}
@@ -50,12 +62,9 @@ class Memory:
         self.ones: dict[str, Array] = {char: np.ones(BLOCK, char) for char in "fd"}
 
     def take(self, use: str, dtype: torch.dtype, size: int) -> tuple[Tensor, Array]:
-        """``size`` elements, as a tensor and as the array of the same memory; contents are whatever was there."""
-        key = use, dtype, size
-        found = self._parts.get(key)
-        if found is None:
-            found = self._part(use, dtype, size)
-        return found
+        """``size`` elements, as a tensor and as the array of the same memory."""
+        found = self._parts.get((use, dtype, size))
+        return self._part(use, dtype, size) if found is None else found
 
     def _part(self, use: str, dtype: torch.dtype, size: int) -> tuple[Tensor, Array]:
         if (use, dtype) not in self._whole:
@@ -70,11 +79,29 @@ class Memory:
 def _allocate(dtype: torch.dtype) -> tuple[Tensor, Array]:
     with torch.inference_mode(False):  # a tensor born in inference mode cannot be written to outside
         tensor = torch.empty(CHUNK, dtype=dtype, device="cpu")
-        return tensor, tensor.view(_TWINS.get(dtype, dtype)).numpy()
+        return tensor, tensor.view(TWINS.get(dtype, dtype)).numpy()
 
 
-_TWINS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
-"""What numpy sees a dtype as; it lacks bfloat16, and nothing is computed in float16."""
+def tally(tensor: Tensor, encoding: Encoding, memory: Memory, only_std: bool) -> tuple[list[float], int]:
+    """Counts and moments of a tensor in the host's memory.
+
+    Args:
+        tensor: Shape (...), at least one element, detached. Dtypes without codes of their own are taken as
+            ``encoding.dtype``.
+        encoding: How it is looked at.
+        memory: Arrays to use again.
+        only_std: Whether to leave out amax and amin.
+
+    Returns:
+        A row as of :func:`dtype_hooks.scales.torch_kernel.tally`, and how often each element that the row counts stands
+        in the tensor.
+    """
+    source = _Source(tensor, encoding, memory)
+    with np.errstate(
+        all="ignore"
+    ):  # whatever the caller does about overflows is meant for the caller's numbers
+        row = _quick_std(source) if only_std else None
+        return row or _Tally(source).row(only_std), source.repeats
 
 
 class _Loan:
@@ -92,218 +119,232 @@ class _Loan:
         return 1, 0
 
 
-def _lend(tensor: Tensor) -> Array:
-    """The elements in one dimension, without a copy; 16-bit floats as integers."""
-    twin = _TWINS.get(tensor.dtype)
-    return np.from_dlpack(_Loan(tensor if twin is None else tensor.view(twin))).reshape(-1)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
 class _Source:
-    """A tensor in pieces.
+    """A tensor in chunks.
 
     Attributes:
-        tensor: What is looked at, in memory order.
-        lent: Its memory, if its elements lie without gaps in a dtype that has an encoding.
-        encoding: The encoding of the dtype it is looked at in.
-        memory: Arrays to use again.
+        tensor: What is looked at, in memory order if it is more than one chunk.
+        repeats: How often each of its elements stands in the tensor asked for.
+        lent: Its memory as integers, if its elements lie without gaps in a dtype that has codes.
     """
 
-    tensor: Tensor
-    lent: Array | None
-    encoding: Encoding
-    memory: Memory
+    __slots__ = ("encoding", "lent", "memory", "repeats", "tensor")
 
-    def pieces(self) -> Iterator[tuple[Array, Array]]:
-        """Chunks as their bits and as their values in float32 or float64."""
-        if self.lent is None:
+    def __init__(self, tensor: Tensor, encoding: Encoding, memory: Memory) -> None:
+        self.repeats = 1
+        contiguous = tensor.is_contiguous()
+        if not contiguous or tensor.numel() > CHUNK:
+            tensor, self.repeats = in_memory_order(tensor)
+            contiguous = tensor.is_contiguous()
+        self.tensor, self.encoding, self.memory = tensor, encoding, memory
+        lendable = contiguous and tensor.dtype is encoding.dtype and not tensor.is_neg()
+        self.lent = self._lend() if lendable else None
+
+    def _lend(self) -> Array:
+        twin = TWINS.get(self.tensor.dtype)
+        loan = _Loan(self.tensor if twin is None else self.tensor.view(twin))
+        return np.from_dlpack(loan).reshape(-1)  # type: ignore[arg-type]
+
+    def chunks(self) -> Iterator[tuple[Array, Array]]:
+        """Chunks as their bits (integers or the floats themselves) and as values in float32 or float64."""
+        lent = self.lent
+        if lent is None:
             yield from map(self._copied, chunks_of(self.tensor, CHUNK))
-        elif self.lent.size <= CHUNK:
-            yield self.lent, self._values(self.tensor, self.lent)
+        elif lent.size <= CHUNK:
+            yield lent, self._values(self.tensor, lent)
         else:
-            for start in range(0, self.lent.size, CHUNK):
-                lent = self.lent[start : start + CHUNK]
-                yield lent, self._values(self.tensor, lent, start)
+            for start in range(0, lent.size, CHUNK):
+                bits = lent[start : start + CHUNK]
+                yield bits, self._values(self.tensor, bits, start)
 
     def _copied(self, chunk: Tensor) -> tuple[Array, Array]:
-        native, array = self.memory.take("native", self.encoding.dtype, chunk.numel())
+        native, bits = self.memory.take("native", self.encoding.dtype, chunk.numel())
         native.view(chunk.shape).copy_(chunk)
-        return array, self._values(native, array)
+        return bits, self._values(native, bits)
 
-    def _values(self, tensor: Tensor, array: Array, start: int | None = None) -> Array:
-        if self.encoding.dtype not in _TWINS:
-            return array
-        values, found = self.memory.take("values", torch.float32, array.size)
+    def _values(self, tensor: Tensor, bits: Array, start: int | None = None) -> Array:
+        if self.encoding.dtype not in TWINS:
+            return bits
         if start is not None:
-            tensor = tensor.narrow(0, start, array.size)
-        values.view(tensor.shape).copy_(tensor)
+            tensor = tensor.narrow(0, start, bits.size)
+        values, found = self.memory.take("values", torch.float32, bits.size)
+        (values if tensor.dim() == 1 else values.view(tensor.shape)).copy_(tensor)
         return found
 
 
-def _source(tensor: Tensor, encoding: Encoding, memory: Memory) -> tuple[_Source, int]:
-    repeats = 1
-    if tensor.numel() > CHUNK or not tensor.is_contiguous():
-        tensor, repeats = in_memory_order(tensor)
-    lendable = tensor.dtype is encoding.dtype and tensor.is_contiguous() and not tensor.is_neg()
-    return _Source(tensor, _lend(tensor) if lendable else None, encoding, memory), repeats
+class _Sums:
+    """Sums and sums of squares of ``values * 2**-exponent - shift``, chunk by chunk."""
 
+    __slots__ = ("count", "exponent", "ones", "shift", "squares", "total")
 
-def tally(tensor: Tensor, encoding: Encoding, memory: Memory, only_std: bool) -> tuple[list[float], int]:
-    """Counts and moments of a tensor in the host's memory.
+    def __init__(self, memory: Memory, shift: float = 0.0, exponent: int = 0) -> None:
+        self.ones = memory.ones
+        self.shift, self.exponent = shift, exponent
+        self.count, self.total, self.squares = 0, 0.0, 0.0
 
-    Args:
-        tensor: Shape (...), at least one element, detached. Dtypes without codes of their own are taken as
-            ``encoding.dtype``.
-        encoding: How it is looked at.
-        memory: Arrays to use again.
-        only_std: Whether to leave out amax and amin.
+    def add(self, values: Array) -> None:
+        """Take in values, shifted and scaled already."""
+        size = values.size
+        ones = self.ones[values.dtype.char]
+        self.count += size
+        if size > BLOCK:
+            rows = values[: size // BLOCK * BLOCK].reshape(-1, 1, BLOCK)
+            self.total += float(np.matmul(rows, ones).sum(dtype=np.float64))
+            self.squares += float(np.matmul(rows, rows.reshape(-1, BLOCK, 1)).sum(dtype=np.float64))
+            values = values[rows.size :]
+        self.total += float(np.dot(values, ones[: values.size]))
+        self.squares += float(np.dot(values, values))
 
-    Returns:
-        A row as of :func:`dtype_hooks.scales.torch_kernel.tally`, and how often each element that the row counts stands
-        in the tensor.
-    """
-    source, repeats = _source(tensor, encoding, memory)
-    with np.errstate(
-        all="ignore"
-    ):  # whatever the caller does about overflows is meant for the caller's numbers
-        row = _quick_std(source) if only_std else None
-        return (_full(source, only_std) if row is None else row), repeats
+    def usable(self) -> bool:
+        """Whether rounding errors, overflow and underflow have left the sums right; False for NaN, too."""
+        low, high = SAFE_SQUARES
+        between = self.total * self.total / self.count
+        return low < self.squares < high and between <= ILL_CONDITIONED * (self.squares - between)
+
+    def moments(self) -> tuple[float, float]:
+        """Mean and standard deviation (divisor n) of the values."""
+        offset = self.total / self.count
+        deviation = math.sqrt(max(self.squares / self.count - offset * offset, 0.0))
+        if not self.exponent:
+            return self.shift + offset, deviation
+        return math.ldexp(self.shift + offset, self.exponent), math.ldexp(deviation, self.exponent)
 
 
 def _quick_std(source: _Source) -> list[float] | None:
     """The row from sums and sums of squares; None where these do not do."""
     sums = _Sums(source.memory)
-    for _, values in source.pieces():
+    for _, values in source.chunks():
         sums.add(values)
         if not sums.usable():
             return None
     return [sums.count, sums.count, sums.count, *sums.moments()]
 
 
-class _Sums:
-    """Sums and sums of squares of ``values * 2**-exponent - shift``, chunk by chunk."""
+class _Tally:
+    """Counts, extremes and moments of a source.
 
-    __slots__ = ("count", "exponent", "memory", "shift", "squares", "total")
-
-    def __init__(self, memory: Memory, shift: float = 0.0, exponent: int = 0) -> None:
-        self.memory = memory
-        self.shift, self.exponent = shift, exponent
-        self.count, self.total, self.squares = 0, 0.0, 0.0
-
-    def add(self, values: Array) -> None:
-        """Take in a chunk of at most CHUNK elements, shifted and scaled already."""
-        size = values.size
-        ones = self.memory.ones[values.dtype.char]
-        self.count += size
-        if size <= BLOCK:
-            self.total += float(np.dot(values, ones[:size]))
-            self.squares += float(np.dot(values, values))
-            return
-        whole = size // BLOCK * BLOCK
-        rows = values[:whole].reshape(-1, 1, BLOCK)
-        self.total += float(np.matmul(rows, ones).sum(dtype=np.float64))
-        self.squares += float(np.matmul(rows, rows.reshape(-1, BLOCK, 1)).sum(dtype=np.float64))
-        if whole < size:
-            self.count -= size - whole
-            self.add(values[whole:])
-
-    def usable(self) -> bool:
-        """Whether rounding errors, overflow and underflow have left the sums right; False for NaN, too."""
-        between = self.total * self.total / self.count
-        within = self.squares - between
-        return TOO_SMALL < self.squares < TOO_LARGE and between <= ILL_CONDITIONED * within
-
-    def moments(self) -> tuple[float, float]:
-        """Mean and standard deviation (divisor n) of the values."""
-        offset = self.total / self.count
-        variance = max(self.squares / self.count - offset * offset, 0.0)
-        return math.ldexp(self.shift + offset, self.exponent), math.ldexp(math.sqrt(variance), self.exponent)
-
-
-TOO_SMALL, TOO_LARGE = 2.0**-80, 2.0**120
-"""Sums of float32 squares outside may have lost summands to underflow, or overflow in the next chunk. Float64 is
-held to the same bounds."""
-
-
-def _full(source: _Source, only_std: bool) -> list[float]:
-    """The row from codes, and moments as :func:`_moments` takes them."""
-    counts = [0] * len(source.encoding.bounds)
-    top, low = 0, source.encoding.mask
-    sums = _Sums(source.memory)
-    simple = True
-    for bits, values in source.pieces():
-        codes, lowest, highest = _codes(bits, source)
-        _count(codes, lowest, highest, source, counts)
-        if highest > source.encoding.finite:
-            codes = codes[codes <= source.encoding.finite]
-            highest, simple = int(codes.max(initial=0)), False
-        if lowest == 0:
-            lowest = _lowest_above_zero(codes, source)
-        top, low = max(top, highest), min(low, lowest)
-        if simple:
-            sums.add(values)
-            simple = sums.usable()
-    mean, deviation = sums.moments() if simple else _moments(source, top, counts[0])
-    if only_std:
-        return [*counts, mean, deviation]
-    return [*counts, mean, deviation, source.encoding.magnitude(top), source.encoding.magnitude(low)]
-
-
-def _codes(bits: Array, source: _Source) -> tuple[Array, int, int]:
-    """Codes of a chunk, the lowest and the highest."""
-    _, codes = source.memory.take("codes", source.encoding.integer, bits.size)
-    np.bitwise_and(bits.view(codes.dtype), source.encoding.mask, out=codes)
-    return codes, int(np.minimum.reduce(codes)), int(np.maximum.reduce(codes))
-
-
-def _count(codes: Array, lowest: int, highest: int, source: _Source, counts: list[int]) -> None:
-    """Add how many codes are at or below each bound; looks only where the extremes leave it open."""
-    for index, bound in enumerate(source.encoding.bounds):
-        if bound >= highest:
-            counts[index] += codes.size
-        elif bound >= lowest:
-            _, mask = source.memory.take("mask", torch.bool, codes.size)
-            counts[index] += int(np.count_nonzero(np.less_equal(codes, bound, out=mask)))
-
-
-def _lowest_above_zero(codes: Array, source: _Source) -> int:
-    # Zero less one is the greatest unsigned number.
-    unsigned = codes.view(f"u{codes.dtype.itemsize}")
-    _, less = source.memory.take("less", source.encoding.integer, codes.size)
-    below = np.subtract(unsigned, 1, out=less.view(unsigned.dtype))
-    return min(int(np.minimum.reduce(below, initial=source.encoding.mask - 1)) + 1, source.encoding.mask)
-
-
-def _moments(source: _Source, top: int, count: int) -> tuple[float, float]:
-    """Mean and standard deviation (divisor n) of the finite values, where plain sums do not do.
-
-    Values are scaled by a power of two if squares could leave the range, and shifted by the mean, found step by step:
-    the first estimate is off by a rounding error, which counts if all values are nearly alike.
+    Attributes:
+        numel, finite, not_nan, zeros: Elements so far.
+        top, low: The highest finite code and the lowest nonzero one.
+        ladder: How many finite codes are at or below each of ``encoding.ladder``.
+        sums: Plain sums, of use while ``plain``.
     """
-    if not count or not top:
-        return 0.0, 0.0
-    exponent = math.frexp(source.encoding.magnitude(top))[1]
-    exponent = 0 if abs(exponent) < 30 else exponent
-    shift = 0.0
-    for _ in range(4):
-        sums = _Sums(source.memory, shift, exponent)
-        for bits, values in source.pieces():
-            sums.add(_moved(bits, values, sums, source))
-        sums.count = count
-        if sums.usable() or not sums.total:
-            break
-        shift = float(values.dtype.type(shift + sums.total / count))
-    return sums.moments()
+
+    def __init__(self, source: _Source) -> None:
+        self.source, self.encoding, self.memory = source, source.encoding, source.memory
+        self.numel = self.finite = self.not_nan = self.zeros = 0
+        self.top, self.low = 0, self.encoding.mask
+        self.ladder: list[int] = []
+        self.sums, self.plain = _Sums(source.memory), True
+        for bits, values in source.chunks():
+            self._count(bits)
+            if self.plain:
+                self.sums.add(values)
+                self.plain = self.sums.usable()
+
+    def row(self, only_std: bool) -> list[float]:
+        """The row that :func:`tally` returns."""
+        moments = self.sums.moments() if self.plain else self._careful_moments()
+        basic = self.finite, self.not_nan, self.numel
+        if only_std:
+            return [*basic, *moments]
+        counts = [self.ladder[step] for step in self.encoding.steps]
+        magnitude = self.encoding.magnitude
+        return [*basic, self.zeros, *counts, *moments, magnitude(self.top), magnitude(self.low)]
+
+    def _count(self, bits: Array) -> None:
+        """Count a chunk's codes."""
+        _, codes = self.memory.take("codes", self.encoding.integer, bits.size)
+        np.bitwise_and(bits.view(codes.dtype), self.encoding.mask, out=codes)
+        lowest, highest = int(np.minimum.reduce(codes)), int(np.maximum.reduce(codes))
+        self.numel += codes.size
+        if highest > self.encoding.finite:
+            self.plain = False
+            self.not_nan += _at_most(self.memory, codes, self.encoding.finite + 1)
+            codes = codes[codes <= self.encoding.finite]
+            highest = int(codes.max(initial=0))
+        else:
+            self.not_nan += codes.size
+        self.finite += codes.size
+        self._count_finite(codes, lowest, highest)
+
+    def _count_finite(self, codes: Array, lowest: int, highest: int) -> None:
+        zeros, offset, finite = 0, 0, codes.size
+        if lowest == 0:
+            zeros = _at_most(self.memory, codes, 0)
+            codes, offset = self._less_one(codes), 1
+            lowest = min(int(codes.min(initial=self.encoding.mask - 1)) + 1, self.encoding.mask)
+        ladder = self.encoding.ladder
+        start, stop = bisect_left(ladder, lowest), bisect_left(ladder, highest)
+        here = [zeros] * start
+        if start < stop:
+            bounds = [bound - offset for bound in ladder[start:stop]]
+            here += [zeros + count for count in _at_most_each(self.memory, codes, bounds)]
+        here += [finite] * (len(ladder) - len(here))
+        self.ladder = [a + b for a, b in zip(self.ladder, here, strict=True)] if self.ladder else here
+        self.zeros += zeros
+        self.top, self.low = max(self.top, highest), min(self.low, lowest)
+
+    def _less_one(self, codes: Array) -> Array:
+        """The codes less one, unsigned, so that zeros are greater than all others."""
+        unsigned = codes.view(f"u{codes.dtype.itemsize}")
+        return np.subtract(unsigned, 1, out=unsigned)
+
+    def _careful_moments(self) -> tuple[float, float]:
+        """Mean and standard deviation (divisor n) of the finite values, where plain sums do not do.
+
+        Values are scaled by a power of two if squares could leave the range, and shifted by the mean, found step by step:
+        the first estimate is off by a rounding error, which counts if all values are nearly alike.
+        """
+        if not self.top:
+            return 0.0, 0.0
+        exponent = math.frexp(self.encoding.magnitude(self.top))[1]
+        sums = _Sums(self.memory, 0.0, exponent if abs(exponent) > 30 else 0)
+        for _ in range(4):
+            sums = self._moved_sums(sums.shift, sums.exponent)
+            if sums.usable() or not sums.total:
+                break
+            sums.shift = self._rounded(sums.shift + sums.total / sums.count)
+        return sums.moments()
+
+    def _moved_sums(self, shift: float, exponent: int) -> _Sums:
+        sums = _Sums(self.memory, shift, exponent)
+        for bits, values in self.source.chunks():
+            sums.add(self._moved(bits, values, sums))
+        sums.count = self.finite
+        return sums
+
+    def _moved(self, bits: Array, values: Array, sums: _Sums) -> Array:
+        """A chunk's ``values * 2**-exponent - shift``, with 0 for what is not finite."""
+        _, moved = self.memory.take("moved", self._dtype(), values.size)
+        if sums.exponent:
+            values = np.ldexp(values, -sums.exponent, out=moved)
+        np.subtract(values, sums.shift, out=moved)
+        if self.finite < self.numel:
+            codes = np.bitwise_and(bits.view(f"i{bits.dtype.itemsize}"), self.encoding.mask)
+            np.copyto(moved, 0, where=codes > self.encoding.finite)
+        return moved
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.encoding.dtype is torch.float64 else torch.float32
+
+    def _rounded(self, shift: float) -> float:
+        # to what is subtracted: a Python float is rounded to the array's dtype
+        return shift if self._dtype() is torch.float64 else float(np.float32(shift))
 
 
-def _moved(bits: Array, values: Array, sums: _Sums, source: _Source) -> Array:
-    """A chunk's ``values * 2**-exponent - shift``, with 0 for what is not finite."""
-    dtype = torch.float64 if values.dtype.itemsize == 8 else torch.float32
-    _, moved = source.memory.take("moved", dtype, values.size)
-    if sums.exponent:
-        values = np.ldexp(values, -sums.exponent, out=moved)
-    np.subtract(values, values.dtype.type(sums.shift), out=moved)
-    codes, _, highest = _codes(bits, source)
-    if highest > source.encoding.finite:
-        np.copyto(moved, 0, where=codes > source.encoding.finite)
-    return moved
+def _at_most(memory: Memory, codes: Array, bound: int) -> int:
+    _, mask = memory.take("mask", torch.bool, codes.size)
+    return int(np.count_nonzero(np.less_equal(codes, bound, out=mask)))
+
+
+def _at_most_each(memory: Memory, codes: Array, bounds: Sequence[int]) -> list[int]:
+    """How many codes are at or below each of the ascending bounds."""
+    counts = []
+    for left in range(len(bounds), 0, -1):
+        _, mask = memory.take("mask", torch.bool, codes.size)
+        np.less_equal(codes, bounds[left - 1], out=mask)
+        counts.append(int(np.count_nonzero(mask)))
+        if left > 2 and counts[-1] * SPARSE < codes.size:
+            codes = np.compress(mask, codes)
+    return counts[::-1]

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ class FormatFractions:
     overflow: float | None
 
 
-@dataclass(frozen=True)
-class FormatCounts:
+class FormatCounts(NamedTuple):
     """How many values :class:`FormatFractions` speaks of, in one format."""
 
     underflow: int
@@ -241,8 +240,7 @@ class Workspace(threading.local):
         return self._bounds[key]
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """What :func:`measure` found, possibly still being computed on a device; :func:`gather` reads it.
 
     Attributes:
@@ -359,33 +357,32 @@ def _fetch(tensors: list[Tensor]) -> dict[int, list[list[float]]]:
 
 
 def _statistics(measurement: Measurement, rows: list[list[float]]) -> TensorStatistics:
-    read = functools.partial(_read, measurement.formats, measurement.only_std, measurement.repeats)
-    return functools.reduce(TensorStatistics.merge, map(read, rows)) if rows else read([])
+    if len(rows) == 1:
+        return _read(measurement, rows[0])
+    if not rows:
+        return _read(measurement, [0] * (5 if measurement.only_std else 8 + 3 * len(measurement.formats)))
+    return functools.reduce(TensorStatistics.merge, [_read(measurement, row) for row in rows])
 
 
-def _read(
-    formats: tuple[NumberFormat, ...], only_std: bool, repeats: int, row: Sequence[float]
-) -> TensorStatistics:
-    counts = [int(count) * repeats for count in row[: -2 if only_std else -4]]
-    counts += [0] * (3 if only_std else 4 + 3 * len(formats)) if not row else []
+def _read(measurement: Measurement, row: Sequence[float]) -> TensorStatistics:
+    """What a row says, once for each time that the elements stand in the tensor."""
+    counts = [int(count) * measurement.repeats for count in row[: -2 if measurement.only_std else -4]]
     finite, not_nan, numel = counts[:3]
-    basic = numel, numel - not_nan, not_nan - finite
-    mean, deviation, *extremes = row[len(counts) :] if finite else (0.0, 0.0)
-    if only_std:
-        return TensorStatistics(*basic, mean, deviation)
-    zeros, *bounds = counts[3:]
-    amax, amin = extremes or (None, None)
+    mean, deviation = row[len(counts) : len(counts) + 2] if finite else (0.0, 0.0)
+    if measurement.only_std:
+        return TensorStatistics(numel, numel - not_nan, not_nan - finite, mean, deviation)
+    zeros = counts[3]
     return TensorStatistics(
-        *basic,
+        numel,
+        numel - not_nan,
+        not_nan - finite,
         mean,
         deviation,
-        zeros=zeros,
-        amax=amax,
-        amin=amin if finite > zeros else None,
-        formats={
-            found.name: FormatCounts(flushed - zeros, subnormal - flushed, finite - fits)
-            for found, flushed, subnormal, fits in zip(
-                formats, bounds[::3], bounds[1::3], bounds[2::3], strict=True
-            )
+        zeros,
+        row[-2] if finite else None,
+        row[-1] if finite > zeros else None,
+        {
+            found.name: FormatCounts(counts[at] - zeros, counts[at + 1] - counts[at], finite - counts[at + 2])
+            for found, at in zip(measurement.formats, range(4, len(counts), 3), strict=True)
         },
     )
