@@ -82,7 +82,7 @@ def analyse_module(
         scales = _record(traced.module, module, inputs if isinstance(inputs, tuple) else (inputs,), backward)
     finally:
         snapshot.restore()
-    code = "\n".join(_annotated(traced.module, scales))
+    code = "\n".join(_annotated(traced.module.graph, scales))
     if syntax_highlight and pygments is not None:
         return pygments.highlight(code, PythonLexer(), TerminalFormatter())
     return code
@@ -93,7 +93,7 @@ def _warn(traced: Traced) -> None:
     parts = []
     if traced.dropped:
         parts.append(
-            f"tracing leaves out the module's own {', '.join(traced.dropped)}: the figures are without it"
+            f"tracing leaves out, of the module itself: {', '.join(traced.dropped)}; the figures are without"
         )
     if kept:
         parts.append(f"kept whole, since tracing would change what they compute: {', '.join(kept)}")
@@ -132,8 +132,9 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 def _check_output(output: Any, backward: Tensor | None) -> None:
     if not isinstance(output, Tensor):
+        kind = type(output).__name__.removeprefix("immutable_")  # fx's own list and dict
         raise TraceError(
-            f"analyse_module: got a module that returns a {type(output).__name__}; expected one tensor to run backward "
+            f"analyse_module: got a module that returns a {kind}; expected one tensor to run backward "
             f"from. Wrap the module so that it returns one, or {WITHOUT_TRACING}"
         )
     if not output.requires_grad:
@@ -153,13 +154,25 @@ def _check_output(output: Any, backward: Tensor | None) -> None:
         )
 
 
-def _annotated(traced: fx.GraphModule, scales: Mapping[str, ScalePair]) -> Iterator[str]:
-    """The lines of the traced module's code, with scales."""
-    for line in traced.code.splitlines():
+def _annotated(graph: fx.Graph, scales: Mapping[str, ScalePair]) -> Iterator[str]:
+    """The lines of a traced module's code, with scales."""
+    written = _take_string_annotations(graph)
+    for line in graph.python_code("self").src.splitlines():
         if line.startswith("def "):
-            yield _signature(line, traced.graph, scales)
+            yield _signature(line, graph, written, scales)
         elif _is_shown(line):
             yield _body_line(line, scales)
+
+
+def _take_string_annotations(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Take from the graph the annotations that are strings (``from __future__ import annotations``).
+
+    fx would write each as one identifier.
+    """
+    written = {node: node.type for node in graph.nodes if isinstance(node.type, str)}
+    for node in written:
+        node.type = None
+    return written
 
 
 def _is_shown(line: str) -> bool:
@@ -168,15 +181,16 @@ def _is_shown(line: str) -> bool:
     return bool(line.strip()) and not hidden
 
 
-def _signature(line: str, graph: fx.Graph, scales: Mapping[str, ScalePair]) -> str:
+def _signature(
+    line: str, graph: fx.Graph, written: Mapping[fx.Node, str], scales: Mapping[str, ScalePair]
+) -> str:
     line = re.sub(rf"{FUNCTION_PLACEHOLDER}\w+(, )?", "", line).replace("(self, )", "(self)")
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for annotation in {node.type for node in graph.nodes if isinstance(node.type, str)}:
-        # fx makes an identifier of an annotation that is a string (from __future__ import annotations)
-        line = line.replace(re.sub(r"\W+", "_", repr(annotation)), annotation)
-    pairs = [
-        str(scales[node.name]) for node in placeholders if node.name == node.target and node.name in scales
-    ]
+    for node, annotation in written.items():
+        where = r"(?=:$)" if node.op == "output" else rf"(?<= {re.escape(str(node.target))})(?=[,) ])"
+        text = f" -> {annotation}" if node.op == "output" else f" : {annotation}"
+        line = re.sub(where, text.replace("\\", r"\\"), line, count=1)
+    arguments = [node.name for node in graph.nodes if node.op == "placeholder" and node.name == node.target]
+    pairs = [str(scales[name]) for name in arguments if name in scales]
     return f"{line}  {', '.join(pairs)}" if pairs else line
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -101,6 +102,23 @@ def trace(
         snapshot.restore()
 
 
+class _Proxy(fx.Proxy):
+    """A proxy that notes ``x += y``, which fx records as ``x = x + y``; see ``DeepTracer._write_in_place``."""
+
+
+def _noted(name: str) -> Callable[[Any, Any], Any]:
+    def in_place(proxy: Any, other: Any) -> Any:
+        result = getattr(operator, f"__{name}__")(proxy, other)
+        proxy.tracer.in_place[result.node] = (proxy.node, getattr(operator, f"__i{name}__"))
+        return result
+
+    return in_place
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(_Proxy, f"__i{_name}__", _noted(_name))
+
+
 class DeepTracer(fx.Tracer):
     """A tracer that goes into every child but those that tracing would change.
 
@@ -108,6 +126,7 @@ class DeepTracer(fx.Tracer):
         to_keep_whole: Path -> reason, of children that the next trace should keep whole.
         kept_whole: Path -> reason, of children that this trace has kept whole because it would have changed them.
         dropped: Regions that the root itself opened around an op; the traced module does not open them.
+        in_place: Node of ``x += y`` -> the node of ``x``, and the operator that changes it in place.
         failed_in: Path and module in which an error came up, the innermost one.
     """
 
@@ -129,6 +148,7 @@ class DeepTracer(fx.Tracer):
         self.to_keep_whole: dict[str, str] = {}
         self.kept_whole: dict[str, str] = {}
         self.dropped: set[str] = set()
+        self.in_place: dict[fx.Node, tuple[fx.Node, Callable[[Any, Any], Any]]] = {}
         self.failed_in: tuple[str, nn.Module] | None = None
         self._whole = whole
         self._entered: list[tuple[str, dict[str, Any]]] = []
@@ -139,6 +159,7 @@ class DeepTracer(fx.Tracer):
         """Trace, and leave the functions that were passed as arguments, by target, in ``graph._tracer_extras``."""
         self._entered = [("", _regions())]
         graph = super().trace(root, concrete_args)
+        self._write_in_place(graph)
         extras = {"target_to_function": self._targets, "training": root.training}
         graph._tracer_extras = {**(graph._tracer_extras or {}), **extras}
         return graph
@@ -185,6 +206,16 @@ class DeepTracer(fx.Tracer):
             node = self.create_node("placeholder", target, (), {}, name)
         self._functions[function], self._targets[target] = node, function
         return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def _write_in_place(self, graph: fx.Graph) -> None:
+        """Make ``x = x + y`` the in-place op that it was, where ``x`` has a later use that must see the change."""
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        for node, (changed, target) in self.in_place.items():
+            if any(position[user] > position[node] for user in changed.users):
+                node.target = target
 
     def _note_regions(self) -> None:
         """Note which module has opened the regions that the next op is in.
