@@ -25,6 +25,8 @@ from dtype_hooks.errors import (
     OverrideError,
     SelectionError,
 )
+from dtype_hooks.scales.record import Scales
+from dtype_hooks.scales.recorder import track_scales
 from dtype_hooks.version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ __all__ = [
     "MissingDependencyError",
     "OverrideError",
     "OverrideHandle",
+    "Scales",
     "SelectionError",
     "__version__",
     "allow_mmengine_checkpoints",
@@ -58,6 +61,7 @@ __all__ = [
     "override_dtype",
     "prepare_config",
     "resolve_dtype",
+    "track_scales",
 ]
 
 _NEEDS_MMENGINE = frozenset(

@@ -14,7 +14,7 @@ from dtype_hooks.scales.operations import LEFT_OUT, inside_of, is_setter, operat
 if TYPE_CHECKING:
     from dtype_hooks.scales.recorder import Recorder
 
-_CONTAINERS = (tuple, list, dict)
+_MAY_HOLD_TENSORS = (torch.Tensor, tuple, list, dict)
 
 
 class FunctionMode(TorchFunctionMode):
@@ -33,13 +33,12 @@ class FunctionMode(TorchFunctionMode):
             with self:
                 return inside(*args, **kwargs)
         outputs = func(*args, **kwargs)
-        if isinstance(outputs, torch.Tensor) or (
-            type(outputs) is not torch.Size and isinstance(outputs, _CONTAINERS)
-        ):
-            name = operation_name(func)
-            if name not in LEFT_OUT:
-                self._recorder.saw(name, args, kwargs, outputs)
-        elif outputs is None and is_setter(func):
+        if isinstance(outputs, _MAY_HOLD_TENSORS):
+            if type(outputs) is not torch.Size and self._recorder.is_listening:
+                name = operation_name(func)
+                if name not in LEFT_OUT:
+                    self._recorder.saw(name, args, kwargs, outputs)
+        elif outputs is None and is_setter(func) and self._recorder.is_listening:
             self._recorder.saw(operation_name(func), args, kwargs, args[0])
         return outputs
 
@@ -60,8 +59,22 @@ class KernelMode(TorchDispatchMode):
 
 def is_on(mode: TorchFunctionMode | TorchDispatchMode) -> bool:
     """Whether ``mode`` is on this thread's stack, as the stack is now: inside a backward it is another one."""
-    if isinstance(mode, TorchFunctionMode):
-        at, count = torch._C._get_function_stack_at, torch._C._len_torch_function_stack()
-    else:
-        at, count = torch._C._get_dispatch_stack_at, torch._C._len_torch_dispatch_stack()
+    at, count = _stack_of(mode)
+    if count and at(count - 1) is mode:
+        return True
     return any(at(index) is mode for index in range(count))
+
+
+def leave(mode: TorchFunctionMode | TorchDispatchMode) -> bool:
+    """Take ``mode`` off, if it is the last that was put on; return whether it was."""
+    at, count = _stack_of(mode)
+    if not count or at(count - 1) is not mode:
+        return False
+    mode.__exit__(None, None, None)
+    return True
+
+
+def _stack_of(mode: TorchFunctionMode | TorchDispatchMode) -> tuple[Callable[[int], Any], int]:
+    if isinstance(mode, TorchFunctionMode):
+        return torch._C._get_function_stack_at, torch._C._len_torch_function_stack()
+    return torch._C._get_dispatch_stack_at, torch._C._len_torch_dispatch_stack()

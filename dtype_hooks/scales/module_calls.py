@@ -1,10 +1,10 @@
-"""Seeing every call of a module, and every custom autograd function, without touching a module."""
+"""Seeing every call of a model's modules, every custom autograd function, and every backward."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,110 +12,157 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from dtype_hooks.scales.places import Place
+
+Original = Callable[..., Any]
+AroundCall = Callable[[Place, Original, tuple, dict], Any]
+
+_SLOT = "_compiled_call_impl"
+"""What ``nn.Module.__call__`` calls in place of ``_call_impl`` when it is set on a module, as ``module.compile()`` does.
+
+It lies in one module's ``__dict__``, is left out of copies and pickles, and is seen by all threads. Changing
+``nn.Module.__call__`` itself would make Python forget what it knows of every module class, at each recorded step.
+"""
+
 _PATCHING = threading.Lock()
 
 
 class _Patch:
-    """A function in the ``__dict__`` of a class or a module of Python that calls what lay there before.
+    """A callable under a name of a ``__dict__`` that calls what lay there before.
 
     Two recordings may overlap in time without being nested (two threads): the one that ends first must not put back
     what the other has replaced since. So each patch knows what is below it, and is unlinked from wherever it lies.
 
     Attributes:
+        previous: What it stands in for; None is nothing.
         eager: The region in which compiled code runs eagerly, if this patch's recording is the one that keeps it.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[_Patch], Callable[..., Any]]) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.eager: AbstractContextManager | None = None
-        function = make(self)
-        function._scale_patch = self  # type: ignore[attr-defined]
         with _PATCHING:
-            self.previous: Any = owner.__dict__[name]
-            self.function: Any = classmethod(function) if isinstance(self.previous, classmethod) else function
-            setattr(owner, name, self.function)
+            self.previous: Any = owner.__dict__.get(name)
+            self._put(self.as_attribute())
+
+    def as_attribute(self) -> Any:
+        """What lies in the ``__dict__``."""
+        return self
+
+    def _put(self, value: Any) -> None:
+        if not isinstance(self.owner, nn.Module):
+            setattr(self.owner, self.name, value)
+        elif value is None:
+            del self.owner.__dict__[self.name]
+        else:
+            self.owner.__dict__[self.name] = value
 
     def remove(self) -> None:
         """Take it out, wherever it lies; nothing happens where somebody else has wrapped it since."""
         with _PATCHING:
-            if self.owner.__dict__[self.name] is self.function:
-                setattr(self.owner, self.name, self.previous)
-            for patch in _patches(self.owner, self.name):
-                if patch.previous is self.function:
+            above = self.owner.__dict__.get(self.name)
+            if _patch_of(above) is self:
+                self._put(self.previous)
+                return
+            for patch in self.all():
+                if _patch_of(patch.previous) is self:
                     patch.previous = self.previous
 
-
-def _patches(owner: Any, name: str) -> Iterator[_Patch]:
-    """The patches that lie there, the last one first."""
-    function = owner.__dict__[name]
-    while (patch := getattr(getattr(function, "__func__", function), "_scale_patch", None)) is not None:
-        yield patch
-        function = patch.previous
-
-
-def _begin_eager(patch: _Patch) -> None:
-    """Run compiled code eagerly from here on, where anything can have been compiled: importing dynamo takes seconds."""
-    if "torch._dynamo" in sys.modules and not any(each.eager for each in _patches(patch.owner, patch.name)):
-        patch.eager = torch.compiler.set_stance("force_eager")
-        patch.eager.__enter__()
+    def all(self) -> Iterator[_Patch]:
+        """The patches that lie there, the last one first."""
+        patch = _patch_of(self.owner.__dict__.get(self.name))
+        while patch is not None:
+            yield patch
+            patch = _patch_of(patch.previous)
 
 
-def _end_eager(patch: _Patch) -> None:
-    """The stance is the process's: the last recording to end puts it back, whichever began it."""
-    if patch.eager is None:
-        return
-    heir = next((each for each in _patches(patch.owner, patch.name) if each is not patch), None)
-    if heir is None:
-        patch.eager.__exit__(None, None, None)
-    else:
-        heir.eager = patch.eager
-    patch.eager = None
+def _patch_of(value: Any) -> _Patch | None:
+    if isinstance(value, _Patch):
+        return value
+    return getattr(getattr(value, "__func__", None), "patch", None)
+
+
+class _Call(_Patch):
+    """A module's call."""
+
+    def __init__(self, place: Place, around: AroundCall) -> None:
+        self.place, self.around = place, around
+        super().__init__(place.module, _SLOT)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self.place, self.previous or self.place.module._call_impl, args, kwargs)
+
+
+class _Apply(_Patch):
+    """``torch.autograd.Function.apply`` of every custom function."""
+
+    def __init__(self, after: Callable[[type, tuple, dict, Any], None]) -> None:
+        self.after = after
+        super().__init__(torch.autograd.Function, "apply")
+
+    def as_attribute(self) -> Any:
+        """A class method: which function it is comes first."""
+
+        def apply(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+            outputs = self.previous.__func__(cls, *args, **kwargs)
+            if not issubclass(cls, CheckpointFunction):
+                self.after(cls, args, kwargs, outputs)
+            return outputs
+
+        apply.patch = self  # type: ignore[attr-defined]
+        return classmethod(apply)
+
+
+class _Backward(_Patch):
+    """``torch.autograd.backward``, which ``Tensor.backward`` calls."""
+
+    def __init__(self, after: Callable[[], None]) -> None:
+        self.after = after
+        super().__init__(torch.autograd, "backward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.previous(*args, **kwargs)
+        self.after()
+
+    def begin_eager(self) -> None:
+        """Run compiled code eagerly from here on, where any can be: importing dynamo takes seconds."""
+        if "torch._dynamo" in sys.modules and not any(patch.eager for patch in self.all()):
+            self.eager = torch.compiler.set_stance("force_eager")
+            self.eager.__enter__()
+
+    def end_eager(self) -> None:
+        """The stance is the process's: the last recording to end puts it back, whichever began it."""
+        heir = next((patch for patch in self.all() if patch is not self), None)
+        if self.eager is not None and heir is None:
+            self.eager.__exit__(None, None, None)
+        elif self.eager is not None and heir is not None:
+            heir.eager = self.eager
+        self.eager = None
 
 
 @contextmanager
 def watch_calls(
-    around_call: Callable[[Callable[..., Any], nn.Module, tuple, dict], Any],
+    places: Iterable[Place],
+    around_call: AroundCall,
     after_function: Callable[[type, tuple, dict, Any], None],
     after_backward: Callable[[], None],
 ) -> Iterator[None]:
-    """Have ``around_call(original, module, args, kwargs)`` make every module call, in all threads.
+    """Have ``around_call(place, original, args, kwargs)`` make the calls of the places' modules, in all threads.
 
-    ``after_function(cls, args, kwargs, outputs)`` is told of every ``torch.autograd.Function`` that was applied, save the one that
-    checkpointing is made of: its outputs are those of the function that it runs. ``after_backward()`` is told of every
-    ``torch.autograd.backward`` that has come to its end, ``Tensor.backward`` among them. Compiled code runs eagerly.
+    ``after_function(cls, args, kwargs, outputs)`` is told of every ``torch.autograd.Function`` that was applied, save the
+    one that checkpointing is made of: its outputs are those of the function that it runs. ``after_backward()`` is told of
+    every ``torch.autograd.backward`` that has come to its end. Compiled code runs eagerly.
     """
-
-    def calls(patch: _Patch) -> Callable[..., Any]:
-        def __call__(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return around_call(patch.previous, module, args, kwargs)
-
-        return __call__
-
-    def applies(patch: _Patch) -> Callable[..., Any]:
-        def apply(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            outputs = patch.previous.__func__(cls, *args, **kwargs)
-            if not issubclass(cls, CheckpointFunction):
-                after_function(cls, args, kwargs, outputs)
-            return outputs
-
-        return apply
-
-    def runs_backward(patch: _Patch) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> None:
-            patch.previous(*args, **kwargs)
-            after_backward()
-
-        return backward
-
     patches: list[_Patch] = []
+    backward = _Backward(after_backward)
     try:
-        patches.append(_Patch(nn.Module, "__call__", calls))
-        _begin_eager(patches[0])
-        patches.append(_Patch(torch.autograd.Function, "apply", applies))
-        patches.append(_Patch(torch.autograd, "backward", runs_backward))
+        backward.begin_eager()
+        patches.append(_Apply(after_function))
+        for place in places:
+            patches.append(_Call(place, around_call))
         yield
     finally:
-        if patches:
-            _end_eager(patches[0])
         for patch in reversed(patches):
             patch.remove()
+        backward.end_eager()
+        backward.remove()

@@ -17,7 +17,7 @@ SCHEMA = 1
 """Version of the columns of :meth:`Scales.rows`; a column that changes its meaning raises it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """One tensor of one step.
 
@@ -28,14 +28,14 @@ class Entry:
         occurrence: How often ``module`` had called ``op`` before.
         output: ``""``, or which of several results: ``"[0]"``, ``"[logits]"``.
         kind: ``"activation"``, ``"parameter"`` or ``"kernel"`` (of level ``aten``).
-        dtype: Name of the tensor's dtype.
+        dtype: The tensor's dtype.
         shape: Its shape.
         device: Its device.
+        requires_grad: Whether the tensor did.
         forward: Statistics of the tensor; None for what only the backward makes.
+        inputs: ``order`` of the entries that the function got, parameters among them.
         backward: Statistics of its gradient, one for each backward pass that reached it.
         backward_order: When its gradient came, counted over all gradients from 0; -1 is never.
-        inputs: ``order`` of the entries that the function got, parameters among them.
-        requires_grad: Whether the tensor did.
     """
 
     order: int
@@ -44,35 +44,14 @@ class Entry:
     occurrence: int
     output: str
     kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    device: str
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    requires_grad: bool
     forward: Measurement | None = None
+    inputs: tuple[int, ...] = ()
     backward: list[Measurement] = field(default_factory=list)
     backward_order: int = -1
-    inputs: tuple[int, ...] = ()
-    requires_grad: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        tensor: torch.Tensor,
-        module: str,
-        op: str,
-        occurrence: int,
-        output: str,
-        kind: str,
-        measured: Measurement,
-    ) -> Entry:
-        """An entry for ``tensor``, without a place in the order yet."""
-        dtype, shape, device = (
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            str(tensor.device),
-        )
-        entry = cls(-1, module, op, occurrence, output, kind, dtype, shape, device, measured)
-        entry.requires_grad = tensor.requires_grad
-        return entry
 
     @property
     def name(self) -> str:
@@ -92,9 +71,9 @@ class Entry:
             "occurrence": self.occurrence,
             "output": self.output,
             "kind": self.kind,
-            "dtype": self.dtype,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(self.shape),
-            "device": self.device,
+            "device": str(self.device),
         }
 
 
@@ -110,9 +89,9 @@ class Scales:
         self.formats = formats
         self.entries: list[Entry] = []
 
-    def add(self, entry: Entry) -> Entry:
-        """Append ``entry`` and give it its place."""
-        entry.order = len(self.entries)
+    def add(self, *columns: Any) -> Entry:
+        """Append an entry of these columns, in the order of :class:`Entry` after its first."""
+        entry = Entry(len(self.entries), *columns)
         self.entries.append(entry)
         return entry
 

@@ -6,25 +6,25 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dtype_hooks.core.naming import named_bare_modules
 from dtype_hooks.core.number_formats import DEFAULT_FORMATS, NumberFormat, resolve_formats
-from dtype_hooks.core.selection import Selection, select
-from dtype_hooks.errors import ConfigError, SelectionError
+from dtype_hooks.core.selection import Selection
+from dtype_hooks.errors import ConfigError
 from dtype_hooks.scales.known import KnownGradient, KnownTensors
-from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on
+from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave
 from dtype_hooks.scales.module_calls import watch_calls
-from dtype_hooks.scales.operations import SAME_VALUES, tensors_in
+from dtype_hooks.scales.operations import SAME_VALUES, tensors_among, tensors_in
+from dtype_hooks.scales.places import Place, Places
 from dtype_hooks.scales.record import Entry, Scales
-from dtype_hooks.scales.statistics import Measurement, can_measure, measure
+from dtype_hooks.scales.statistics import Measurement, Workspace, can_measure, measure
 from dtype_hooks.scales.undisturbed import undisturbed
 
 LEVELS = ("functions", "aten")
@@ -99,8 +99,7 @@ def track_scales(
         raise ConfigError(f"{where}.level: got {level!r}; expected one of {', '.join(map(repr, LEVELS))}.")
     selection = Selection.make(patterns, class_patterns, exclude, where)
     recorder = Recorder(
-        model,
-        selection,
+        Places.make(model, selection, where),
         level=level,
         formats=resolve_formats(formats, f"{where}.formats"),
         backward=backward,
@@ -109,15 +108,6 @@ def track_scales(
     )
     with recorder:
         yield recorder.scales
-
-
-@dataclass(frozen=True)
-class Place:
-    """A module of the model: its name, and whether what happens in it is recorded."""
-
-    name: str
-    wanted: bool
-    module: nn.Module  # kept, so that its id stays its own
 
 
 class _Thread(threading.local):
@@ -137,21 +127,17 @@ class Recorder:
 
     def __init__(
         self,
-        model: nn.Module,
-        selection: Selection,
+        places: Places,
         *,
         level: str = "functions",
         formats: tuple[NumberFormat, ...] = DEFAULT_FORMATS,
         backward: bool = True,
         parameters: bool = True,
         only_std: bool = False,
-        where: str = "track_scales",
     ) -> None:
-        self.model = model
         self.scales = Scales(formats)
         self._backward, self._parameters, self._only_std = backward, parameters, only_std
-        self._places = _places(model, selection, where)
-        self._everything = selection.is_empty
+        self._places, self._everything = places.of, places.everything
         self._modes: list[Any] = [FunctionMode(self)]
         if level == "aten":
             self._modes.append(KernelMode(self))
@@ -163,6 +149,7 @@ class Recorder:
         self._calls: dict[tuple[str, str], list[dict[str, Entry]]] = {}
         self._segments: list[tuple[int, int]] = []
         self._recomputes: dict[tuple[int, int], dict[tuple[str, str], int]] = {}
+        self._workspace = Workspace()
         self._gradients = 0
         self._node_modules: dict[int, str] = {}
         self._known = KnownTensors()
@@ -173,15 +160,32 @@ class Recorder:
     def __enter__(self) -> Recorder:
         with ExitStack() as region:
             region.callback(self._close)
-            region.enter_context(watch_calls(self._call, self._after_function, self._after_backward))
+            region.enter_context(
+                watch_calls(self._places.values(), self._call, self._after_function, self._after_backward)
+            )
             self._open = True
             if self._parameters:
                 self._record_parameters()
             if self._everything:
-                for mode in self._modes:
-                    region.enter_context(mode)
+                self._enter_modes(region)
             self._region = region.pop_all()
         return self
+
+    def _enter_modes(self, region: ExitStack) -> None:
+        """Have the modes on in this thread, save while an optimizer steps: its functions are many, and not the model's."""
+        for mode in self._modes:
+            mode.__enter__()
+            region.callback(leave, mode)
+        region.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        region.callback(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def _before_step(self, *_: Any) -> None:
+        self._thread.paused = tuple(mode for mode in reversed(self._modes) if leave(mode))
+
+    def _after_step(self, *_: Any) -> None:
+        for mode in reversed(self._thread.paused):
+            mode.__enter__()
+        self._thread.paused = ()
 
     def __exit__(self, *exc: object) -> None:
         self._region.close()
@@ -198,73 +202,77 @@ class Recorder:
         self._of_parameters.clear()
         self._known.clear()
         self._known_gradient.clear()
-        self._places.clear()
+        self._places = {}
 
     # What the modes and patches call
 
-    def _call(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """A module is called, in any thread, ours or not."""
-        place = self._places.get(id(module))
-        if place is None or not self._open:
-            return original(module, *args, **kwargs)
+    def _call(self, place: Place, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """A module of the model is called, in any thread."""
+        if not self._open:
+            return original(*args, **kwargs)
         thread = self._thread
         outer = thread.place
         thread.place = place
         try:
             if torch._C._current_graph_task_id() != -1 and not thread.recomputing:
-                return self._recompute(original, module, args, kwargs)
+                return self._recompute(original, args, kwargs)
             if not place.name:
                 self._record_inputs(args, kwargs)
             if not place.wanted:
-                return original(module, *args, **kwargs)
-            return self._with_modes(original, module, args, kwargs)
+                return original(*args, **kwargs)
+            return self._with_modes(original, args, kwargs)
         finally:
             thread.place = outer
 
-    def _recompute(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def _recompute(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """A module is called inside a backward: by activation checkpointing, of either kind or written by hand."""
         if self._segment() is None:  # the forward ran with gradients: its tensors have their hooks
             self._thread.busy, busy = True, self._thread.busy
             try:
-                return original(module, *args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._thread.busy = busy
         self._thread.recomputing = True
         try:
-            return self._with_modes(original, module, args, kwargs)
+            return self._with_modes(original, args, kwargs)
         finally:
             self._thread.recomputing = False
 
-    def _with_modes(self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def _with_modes(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The call with our modes on: other threads, and the backward, begin without them."""
         missing = [mode for mode in self._modes if not is_on(mode)]
         if not missing:
-            return original(module, *args, **kwargs)
+            return original(*args, **kwargs)
         with ExitStack() as stack:
             for mode in missing:
                 stack.enter_context(mode)
-            return original(module, *args, **kwargs)
+            return original(*args, **kwargs)
 
     def _after_function(self, cls: type, args: tuple, kwargs: dict, outputs: Any) -> None:
-        if self._open:
+        if self.is_listening:
             self.saw(cls.__name__, args, kwargs, outputs)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether this thread is measuring, or recomputing what has been recorded already."""
-        return self._thread.busy or not self._open
+    def is_listening(self) -> bool:
+        """Whether what runs in this thread now is to be recorded."""
+        thread = self._thread
+        if thread.busy or not self._open:
+            return False
+        if thread.place is None:
+            return self._everything and torch.is_grad_enabled()
+        return thread.place.wanted
 
     def saw(self, op: str, args: tuple, kwargs: dict, outputs: Any) -> None:
         """A function named ``op`` was called with ``args`` and ``kwargs`` and has returned ``outputs``."""
+        if isinstance(outputs, torch.Tensor):
+            tensors = [("", outputs)] if can_measure(outputs) else []
+        else:
+            tensors = [each for each in tensors_in(outputs) if can_measure(each[1])]
         place = self._thread.place
-        if self._thread.busy or (place is not None and not place.wanted):
-            return
-        tensors = [(label, tensor) for label, tensor in tensors_in(outputs) if can_measure(tensor)]
         if place is None:
-            recorded = self._everything and torch.is_grad_enabled()
-            tensors = [each for each in tensors if each[1].requires_grad] if recorded else []
+            tensors = [each for each in tensors if each[1].requires_grad]
         if tensors:
-            self._record(place.name if place else "", op, tensors, args, kwargs)
+            self._record("" if place is None else place.name, op, tensors, args, kwargs)
 
     def _record(
         self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], args: tuple, kwargs: dict
@@ -280,20 +288,31 @@ class Recorder:
             call: dict[str, Entry] = {}
             calls.append(call)
             for (label, tensor), each in zip(tensors, measured, strict=True):
-                entry = Entry.of(tensor, module, op, len(calls) - 1, label, "activation", each)
-                entry.inputs = inputs
-                call[label] = self._add(tensor, entry)
-        self._mark_segment(next(iter(call.values())).order)
+                entry = self._new(tensor, module, op, len(calls) - 1, label, "activation", each, inputs)
+                self._known.add(tensor, entry)
+                call[label] = entry
+        for label, tensor in tensors:
+            self._hook(tensor, call[label])
+        if not torch.is_grad_enabled():
+            self._mark_segment(min(entry.order for entry in call.values()))
 
-    def _add(self, tensor: torch.Tensor, entry: Entry) -> Entry:
-        self.scales.add(entry)
-        self._known.add(tensor, entry)
-        self._hook(tensor, entry)
-        return entry
+    def _new(
+        self,
+        tensor: torch.Tensor,
+        module: str,
+        op: str,
+        occurrence: int,
+        output: str,
+        kind: str,
+        measured: Measurement | None,
+        inputs: tuple[int, ...] = (),
+    ) -> Entry:
+        of_tensor = (tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+        return self.scales.add(module, op, occurrence, output, kind, *of_tensor, measured, inputs)
 
     def _inputs(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
-        entries = (self._known.entry(tensor) for _, tensor in tensors_in((args, kwargs)))
-        return tuple(entry.order for entry in entries if entry is not None)
+        entries = map(self._known.entry, tensors_among(args, kwargs))
+        return tuple([entry.order for entry in entries if entry is not None])
 
     def _record_again(self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """A function of a recompute: its tensors' gradients belong to the records that the forward made."""
@@ -303,7 +322,8 @@ class Recorder:
         for label, tensor in tensors:
             if label in call:
                 self._hook(tensor, call[label])
-        self._mark_segment(min(entry.order for entry in call.values()))
+        if not torch.is_grad_enabled():
+            self._mark_segment(min(entry.order for entry in call.values()))
 
     def _recomputed_call(self, module: str, op: str) -> dict[str, Entry] | None:
         start = self._segment()
@@ -323,8 +343,6 @@ class Recorder:
         A function that recomputes (``CheckpointFunction``) has its node made before its forward runs under no_grad. In
         the backward that node is the current one: what it redoes begins with the first such record after it.
         """
-        if torch.is_grad_enabled():
-            return
         number = torch._C._autograd._get_sequence_nr()
         with self._lock:
             at = bisect_left(self._segments, number, key=itemgetter(0))
@@ -374,10 +392,12 @@ class Recorder:
             call: dict[str, Entry] = {}
             calls.append(call)
             for (label, tensor), each in zip(tensors, measured, strict=True):
-                entry = Entry.of(tensor, module, op, len(calls) - 1, label, "kernel", each)
+                entry = self._new(
+                    tensor, module, op, len(calls) - 1, label, "kernel", None if in_backward else each
+                )
                 if in_backward:
-                    entry.forward, entry.backward = None, [each]
-                call[label] = self.scales.add(entry)
+                    entry.backward.append(each)
+                call[label] = entry
 
     # Measuring
 
@@ -385,8 +405,9 @@ class Recorder:
         thread = self._thread
         thread.busy, busy = True, thread.busy
         try:
-            with undisturbed(tensor):
-                return measure(tensor, self.scales.formats, self._only_std)
+            return undisturbed(
+                tensor.device.type, measure, tensor, self.scales.formats, self._only_std, self._workspace
+            )
         finally:
             thread.busy = busy
 
@@ -436,7 +457,7 @@ class Recorder:
     def _record_parameter(self, name: str, parameter: torch.Tensor) -> None:
         measured = self._measured(parameter)
         module, _, last = name.rpartition(".")
-        entry = self.scales.add(Entry.of(parameter, module, last, 0, "", "parameter", measured))
+        entry = self._new(parameter, module, last, 0, "", "parameter", measured)
         self._known.add(parameter, entry)
         if self._backward and parameter.requires_grad:
             self._of_parameters.append((entry, parameter, _state_of(parameter.grad)))
@@ -450,28 +471,6 @@ class Recorder:
             if gradient is not None and _state_of(gradient) != before and can_measure(gradient):
                 entry.backward[:] = [self._measured(gradient)]
                 self._count_gradient(entry)
-
-
-def _places(model: nn.Module, selection: Selection, where: str) -> dict[int, Place]:
-    """Each module of the model by its id, under its first name."""
-    taken: set[int] | None = None
-    result = select(model, selection)
-    if not selection.is_empty:
-        taken = {id(each.module) for each in result.taken}
-        if not taken:
-            raise SelectionError(
-                "; ".join(result.dead_messages(where))
-                or f"{where}: got {selection}; expected patterns that take a module that exclude does not name. Mend them."
-            )
-    out = {id(each.module) for each in result.excluded}
-    places: dict[int, Place] = {}
-    wanted_by_name: dict[str, bool] = {}
-    for name, module in named_bare_modules(model):
-        parent = wanted_by_name.get(name.rpartition(".")[0], taken is None) if name else taken is None
-        wanted = (parent or (taken is not None and id(module) in taken)) and id(module) not in out
-        wanted_by_name[name] = wanted
-        places.setdefault(id(module), Place(name, wanted, module))
-    return places
 
 
 def _state_of(gradient: torch.Tensor | None) -> tuple:

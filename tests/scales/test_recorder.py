@@ -481,6 +481,7 @@ class TestNothingIsLeftBehind:
     def state() -> tuple:
         return (
             nn.Module.__dict__["__call__"],
+            nn.Module.__dict__["_compiled_call_impl"],
             torch.autograd.Function.__dict__["apply"],
             torch.autograd.backward,
             torch._C._len_torch_function_stack(),
@@ -512,6 +513,7 @@ class TestNothingIsLeftBehind:
         ):
             model(x).backward()
         assert self.state() == before
+        assert not [module for module in model.modules() if "_compiled_call_impl" in module.__dict__]
         assert x._backward_hooks is None
         assert model.fc.weight._backward_hooks is None
         assert "fc:linear" in named(scales)
@@ -633,8 +635,8 @@ class TestAten:
         with track_scales(model, level="aten") as scales, torch.autocast("cpu", torch.bfloat16):
             model(input_of(2, 4)).backward()
         kernels = [(entry.name, entry.dtype) for entry in scales.entries if entry.kind == "kernel"]
-        assert ("fc:aten._to_copy", "bfloat16") in kernels
-        assert ("fc:aten.addmm", "bfloat16") in kernels
+        assert ("fc:aten._to_copy", torch.bfloat16) in kernels
+        assert ("fc:aten.addmm", torch.bfloat16) in kernels
         backward_rows = {
             row["name"] for row in scales.rows() if row["kind"] == "kernel" and row["direction"] == "backward"
         }
