@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
+from dtype_hooks.core.naming import bare_module
 from dtype_hooks.errors import ConfigError, TraceError
 from dtype_hooks.scales.interpreter import FUNCTION_PLACEHOLDER, ScalePair, ScaleTrackingInterpreter
 from dtype_hooks.scales.tracing import DEFAULT_AUTOWRAP, WITHOUT_TRACING, Snapshot, Traced, trace
@@ -51,7 +52,8 @@ def analyse_module(
     LSTM, attention) are one line as well, without a warning. The ``training`` flags are those of the moment of the call.
 
     Args:
-        module: Any module that torch.fx can trace; its output is one tensor.
+        module: Any module that torch.fx can trace; its output is one tensor. Of a wrapper (``torch.compile``, DDP) what
+            it wraps.
         inputs: Its positional arguments, or the only one.
         backward: The gradient of the output, of the output's shape; needed unless the output is a single element.
         recurse_modules: Go into children; False shows each as one line.
@@ -64,7 +66,8 @@ def analyse_module(
         The code, without blank lines.
 
     Raises:
-        TraceError: The module cannot be traced, its output is not one tensor, or nothing needs a gradient.
+        TraceError: The module cannot be traced, its output is not one tensor, nothing needs a gradient, or a child
+            that is kept whole is checkpointed with ``use_reentrant=True``.
         ConfigError: ``backward`` is missing, or not of the output's shape.
 
     Example:
@@ -75,6 +78,7 @@ def analyse_module(
             relu = torch.nn.functional.relu(input_1, inplace = False);  (-> 1.29, <- 0.577)
             return relu
     """
+    module = bare_module(module)
     snapshot = Snapshot(module)
     try:
         traced = trace(module, recurse_modules, autowrap_modules, autowrap_functions, snapshot)
@@ -119,7 +123,15 @@ def _record(
     interpreter = ScaleTrackingInterpreter(traced)
     output = interpreter.run(*tree_map_only(Tensor, copy, inputs))
     _check_output(output, backward)
-    torch.autograd.grad(output, list(leaves.values()), backward, allow_unused=True)
+    try:
+        torch.autograd.grad(output, list(leaves.values()), backward, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise TraceError(
+            "analyse_module: got a checkpoint with use_reentrant=True, whose backward would fill in .grad; expected "
+            f"use_reentrant=False. Set it, or {WITHOUT_TRACING}"
+        ) from error
     return interpreter.scales
 
 

@@ -57,6 +57,7 @@ class Snapshot:
         self.attributes = [
             (held, dict(held))
             for child in module.modules()
+            if not isinstance(child, torch.jit.ScriptModule)
             for held in (vars(child), child._parameters, child._buffers, child._modules)
         ]
         self.buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in module.buffers()]
@@ -239,7 +240,7 @@ class DeepTracer(fx.Tracer):
         path, module = self.failed_in or ("", None)
         if not path or not self.recurse_modules or path in self._whole:
             return False
-        if not type(module).__module__.startswith("torch.nn."):
+        if not type(module).__module__.startswith(("torch.nn.", "torch.jit.")):
             return False
         self.to_keep_whole[path] = ""  # nothing to warn of
         return True
@@ -262,7 +263,8 @@ def _regions() -> dict[str, Any]:
 def _bypassed(module: nn.Module) -> list[str]:
     """What of a module torch.fx passes over, or runs once while it traces, in words."""
     found = [words for name, words in _HOOKS.items() if getattr(module, name, None)]
-    if "forward" in vars(module) or any(isinstance(value, StandIn) for value in vars(module).values()):
+    replaced = "forward" in vars(module) and not isinstance(module, torch.jit.ScriptModule)
+    if replaced or any(isinstance(value, StandIn) for value in vars(module).values()):
         found.append("an overridden method")
     return found
 
@@ -274,8 +276,8 @@ def _classes(modules: tuple[ModuleType, ...]) -> Iterator[type]:
 def _cannot_trace(module: nn.Module, failed_in: tuple[str, nn.Module] | None, error: Exception) -> TraceError:
     path, failed = failed_in or ("", module)
     name = f"{path!r} ({type(failed).__name__})" if path else f"a {type(failed).__name__}"
-    reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].split(". ")[0].rstrip(".")
     return TraceError(
-        f"analyse_module: got {name}, which torch.fx cannot trace ({reason}); expected a module without control flow on "
-        f"values or shapes of tensors. Rather {WITHOUT_TRACING}"
+        f"analyse_module: got {name}, which torch.fx cannot trace ({reason}); expected a module that it can trace, "
+        f"without control flow on values or shapes of tensors. Rather {WITHOUT_TRACING}"
     )

@@ -617,3 +617,35 @@ def test_checkpointed_child_computes_the_same():
 
     code = analysed(Checkpointed(Inner()), row())
     assert code.splitlines()[0].endswith(f"<- {eager_std(Checkpointed(Inner()))})")
+
+
+def test_reentrant_checkpoint_in_a_child_is_refused():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    with (
+        one_warning() as texts,
+        pytest.raises(TraceError, match=r"expected use_reentrant=False\. Set it, or .*track_scales"),
+    ):
+        analysed(nn.Sequential(Checkpointed()), torch.ones(2, 3, requires_grad=True))
+    assert "custom autograd.Function" in texts[0]
+
+
+def test_compiled_module_is_that_which_was_compiled():
+    model = nn.Sequential(nn.Linear(3, 3))
+    compiled = torch.compile(model, backend="eager")
+    x = torch.ones(2, 3, requires_grad=True)
+    assert analyse_module(compiled, x, torch.ones(2, 3)) == analyse_module(model, x, torch.ones(2, 3))
+
+
+def test_scripted_child_is_one_line():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.ReLU())
+    code = analysed(model, torch.ones(2, 3, requires_grad=True))
+    assert re.findall(r"^    (\w+) = ", code, flags=re.MULTILINE) == ["input_1", "_0", "relu"]
