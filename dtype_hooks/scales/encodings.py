@@ -7,9 +7,11 @@ is not misled by flushed subnormals (``torch.set_flush_denormal``), as a compari
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,6 +52,12 @@ class Encoding:
     steps: tuple[int, ...]
     digits: int
     lowest: int
+
+    @functools.cached_property
+    def table(self) -> Any:
+        """``bounds`` as a numpy array in the codes' dtype."""
+        with torch.inference_mode(False):
+            return torch.tensor(self.bounds, dtype=self.integer, device="cpu").numpy()
 
     def magnitude(self, code: int) -> float:
         """The number of a code; infinity for all that are not finite."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,17 +224,17 @@ class _Tally:
     """Counts, extremes and moments of a source.
 
     Attributes:
-        numel, finite, not_nan, zeros: Elements so far.
+        counts: How many codes are at or below each of ``encoding.bounds``.
         top, low: The highest finite code and the lowest nonzero one.
-        ladder: How many finite codes are at or below each of ``encoding.ladder``.
         sums: Plain sums, of use while ``plain``.
     """
 
+    __slots__ = ("counts", "encoding", "low", "memory", "plain", "source", "sums", "top")
+
     def __init__(self, source: _Source) -> None:
         self.source, self.encoding, self.memory = source, source.encoding, source.memory
-        self.numel = self.finite = self.not_nan = self.zeros = 0
+        self.counts: list[int] = []
         self.top, self.low = 0, self.encoding.mask
-        self.ladder: list[int] = []
         self.sums, self.plain = _Sums(source.memory), True
         for bits, values in source.chunks():
             self._count(bits)
@@ -245,50 +245,19 @@ class _Tally:
     def row(self, only_std: bool) -> list[float]:
         """The row that :func:`tally` returns."""
         moments = self.sums.moments() if self.plain else self._careful_moments()
-        basic = self.finite, self.not_nan, self.numel
         if only_std:
-            return [*basic, *moments]
-        counts = [self.ladder[step] for step in self.encoding.steps]
+            return [*self.counts, *moments]
         magnitude = self.encoding.magnitude
-        return [*basic, self.zeros, *counts, *moments, magnitude(self.top), magnitude(self.low)]
+        return [*self.counts, *moments, magnitude(self.top), magnitude(self.low)]
 
     def _count(self, bits: Array) -> None:
-        """Count a chunk's codes."""
         _, codes = self.memory.take("codes", self.encoding.integer, bits.size)
         np.bitwise_and(bits.view(codes.dtype), self.encoding.mask, out=codes)
-        lowest, highest = int(np.minimum.reduce(codes)), int(np.maximum.reduce(codes))
-        self.numel += codes.size
-        if highest > self.encoding.finite:
-            self.plain = False
-            self.not_nan += _at_most(self.memory, codes, self.encoding.finite + 1)
-            codes = codes[codes <= self.encoding.finite]
-            highest = int(codes.max(initial=0))
-        else:
-            self.not_nan += codes.size
-        self.finite += codes.size
-        self._count_finite(codes, lowest, highest)
-
-    def _count_finite(self, codes: Array, lowest: int, highest: int) -> None:
-        zeros, offset, finite = 0, 0, codes.size
-        if lowest == 0:
-            zeros = _at_most(self.memory, codes, 0)
-            codes, offset = self._less_one(codes), 1
-            lowest = min(int(codes.min(initial=self.encoding.mask - 1)) + 1, self.encoding.mask)
-        ladder = self.encoding.ladder
-        start, stop = bisect_left(ladder, lowest), bisect_left(ladder, highest)
-        here = [zeros] * start
-        if start < stop:
-            bounds = [bound - offset for bound in ladder[start:stop]]
-            here += [zeros + count for count in _at_most_each(self.memory, codes, bounds)]
-        here += [finite] * (len(ladder) - len(here))
-        self.ladder = [a + b for a, b in zip(self.ladder, here, strict=True)] if self.ladder else here
-        self.zeros += zeros
-        self.top, self.low = max(self.top, highest), min(self.low, lowest)
-
-    def _less_one(self, codes: Array) -> Array:
-        """The codes less one, unsigned, so that zeros are greater than all others."""
-        unsigned = codes.view(f"u{codes.dtype.itemsize}")
-        return np.subtract(unsigned, 1, out=unsigned)
+        look = _sort_out if codes.size <= BLOCK else _count_between
+        counts, low, top = look(codes, self.encoding, self.memory)
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
+        self.low, self.top = min(self.low, low), max(self.top, top)
+        self.plain = self.plain and counts[0] == codes.size
 
     def _careful_moments(self) -> tuple[float, float]:
         """Mean and standard deviation (divisor n) of the finite values, where plain sums do not do.
@@ -311,7 +280,7 @@ class _Tally:
         sums = _Sums(self.memory, shift, exponent)
         for bits, values in self.source.chunks():
             sums.add(self._moved(bits, values, sums))
-        sums.count = self.finite
+        sums.count = self.counts[0]
         return sums
 
     def _moved(self, bits: Array, values: Array, sums: _Sums) -> Array:
@@ -320,7 +289,7 @@ class _Tally:
         if sums.exponent:
             values = np.ldexp(values, -sums.exponent, out=moved)
         np.subtract(values, sums.shift, out=moved)
-        if self.finite < self.numel:
+        if self.counts[0] < self.counts[2]:
             codes = np.bitwise_and(bits.view(f"i{bits.dtype.itemsize}"), self.encoding.mask)
             np.copyto(moved, 0, where=codes > self.encoding.finite)
         return moved
@@ -333,18 +302,59 @@ class _Tally:
         return shift if self._dtype() is torch.float64 else float(np.float32(shift))
 
 
-def _at_most(memory: Memory, codes: Array, bound: int) -> int:
+def _sort_out(codes: Array, encoding: Encoding, _: Memory) -> tuple[list[int], int, int]:
+    """Counts as of ``encoding.bounds``, the lowest nonzero code and the highest finite one, of few codes."""
+    codes.sort()
+    counts = codes.searchsorted(encoding.table, "right").tolist()
+    finite = counts[0]
+    zeros = counts[3] if len(counts) > 3 else 0
+    low = int(codes[zeros]) if zeros < finite else encoding.mask
+    return counts, low, int(codes[finite - 1]) if finite else 0
+
+
+def _count_between(codes: Array, encoding: Encoding, memory: Memory) -> tuple[list[int], int, int]:
+    """The same of many codes: counts what the extremes leave open."""
+    size = not_nan = codes.size
+    low, top = int(np.minimum.reduce(codes)), int(np.maximum.reduce(codes))
+    if top > encoding.finite:
+        not_nan = _at_most(codes, encoding.finite + 1, memory)
+        codes = codes[codes <= encoding.finite]
+        top = int(codes.max(initial=0))
+    finite, zeros, bounds = codes.size, 0, encoding.ladder
+    if low == 0:
+        zeros = _at_most(codes, 0, memory)
+        codes = _less_one(codes)
+        low = min(int(codes.min(initial=encoding.mask - 1)) + 1, encoding.mask)
+    start, stop = bisect_left(bounds, low), bisect_left(bounds, top)
+    between = [bound - (zeros > 0) for bound in bounds[start:stop]]
+    ladder = [zeros] * start + [zeros + count for count in _at_most_each(codes, between, memory)]
+    ladder += [finite] * (len(bounds) - stop)
+    counts = [finite, not_nan, size, zeros, *(ladder[step] for step in encoding.steps)]
+    return counts[: len(encoding.bounds)], low, top
+
+
+def _less_one(codes: Array) -> Array:
+    """The codes less one, unsigned, in place: zeros are then greater than all others."""
+    unsigned = codes.view(f"u{codes.dtype.itemsize}")
+    return np.subtract(unsigned, 1, out=unsigned)
+
+
+def _at_most(codes: Array, bound: int, memory: Memory) -> int:
     _, mask = memory.take("mask", torch.bool, codes.size)
     return int(np.count_nonzero(np.less_equal(codes, bound, out=mask)))
 
 
-def _at_most_each(memory: Memory, codes: Array, bounds: Sequence[int]) -> list[int]:
+def _at_most_each(codes: Array, bounds: list[int], memory: Memory) -> list[int]:
     """How many codes are at or below each of the ascending bounds."""
-    counts = []
-    for left in range(len(bounds), 0, -1):
+    counts: list[int] = []
+    while bounds and codes.size > BLOCK:
         _, mask = memory.take("mask", torch.bool, codes.size)
-        np.less_equal(codes, bounds[left - 1], out=mask)
-        counts.append(int(np.count_nonzero(mask)))
-        if left > 2 and counts[-1] * SPARSE < codes.size:
+        np.less_equal(codes, bounds.pop(), out=mask)
+        counts.insert(0, int(np.count_nonzero(mask)))
+        if len(bounds) > 1 and counts[0] * SPARSE < codes.size:
             codes = np.compress(mask, codes)
-    return counts[::-1]
+    if not bounds:
+        return counts
+    # in the codes' dtype: numpy would compare unsigned with signed integers as float64
+    few: list[int] = np.sort(codes).searchsorted(np.array(bounds, codes.dtype), "right").tolist()
+    return few + counts

@@ -267,24 +267,28 @@ def can_measure(tensor: object) -> bool:
     and mkldnn layouts; tensors without data (meta, FakeTensor, parameters not yet initialised); other subclasses
     that redefine what operations do (``__torch_dispatch__``); tensors wrapped by ``torch.func`` transforms.
     """
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _MEASURABLE:
+    if type(tensor) in _PLAIN:
+        return _has_numbers(tensor)
+    if not isinstance(tensor, Tensor) or torch.nn.parameter.is_lazy(tensor):
         return False
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-        return False
-    if type(tensor) not in _PLAIN and not _is_measurable_subclass(tensor):
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        return (plain or _is_dtensor(tensor)) and _has_numbers(tensor)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return (
+        tensor.dtype in _MEASURABLE
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _MEASURABLE = frozenset(INTEGERS) | {getattr(torch, name) for name in _EIGHT_BITS if hasattr(torch, name)}
-
-
-def _is_measurable_subclass(tensor: Tensor) -> bool:
-    if torch.nn.parameter.is_lazy(tensor):
-        return False
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or _is_dtensor(tensor)
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ def tally(chunk: Tensor, encoding: Encoding, bounds: Tensor, only_std: bool) -> 
         elements are at or below each bound; mean and standard deviation (divisor n) of the finite elements; amax
         (0 if no element is finite) and smallest nonzero magnitude (infinite or NaN if there is none).
     """
-    chunk = chunk.reshape(-1)
+    chunk = chunk.resolve_neg().reshape(-1)
     codes = chunk.view(encoding.integer) & encoding.mask
     finite = codes <= encoding.finite
     counts = (codes <= bounds[:, None]).sum(1)
