@@ -267,9 +267,11 @@ def can_measure(tensor: object) -> bool:
     and mkldnn layouts; tensors without data (meta, FakeTensor, parameters not yet initialised); other subclasses
     that redefine what operations do (``__torch_dispatch__``); tensors wrapped by ``torch.func`` transforms.
     """
+    if not isinstance(tensor, Tensor):
+        return False
     if type(tensor) in _PLAIN:
         return _has_numbers(tensor)
-    if not isinstance(tensor, Tensor) or torch.nn.parameter.is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

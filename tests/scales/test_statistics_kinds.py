@@ -84,7 +84,16 @@ def test_tensors_inside_function_transforms_are_left_out():
 
 @pytest.mark.parametrize(
     "name",
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz".split(),
+    [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ],
 )
 def test_floating_tensors_are_taken(name):
     tensor = torch.tensor([[0.5, -2.0, 0.0]]).to(getattr(torch, name))
