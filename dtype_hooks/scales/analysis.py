@@ -68,7 +68,7 @@ def analyse_module(
     Raises:
         TraceError: The module cannot be traced, its output is not one tensor, nothing needs a gradient, or a child
             that is kept whole is checkpointed with ``use_reentrant=True``.
-        ConfigError: ``backward`` is missing, or not of the output's shape.
+        ConfigError: ``module`` is no module, or ``backward`` is missing, or not of the output's shape.
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
@@ -78,6 +78,10 @@ def analyse_module(
             relu = torch.nn.functional.relu(input_1, inplace = False);  (-> 1.29, <- 0.577)
             return relu
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"analyse_module.module: got {module!r}; expected an nn.Module. Wrap a function in a module's forward."
+        )
     module = bare_module(module)
     snapshot = Snapshot(module)
     try:

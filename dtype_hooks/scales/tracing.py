@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from dtype_hooks.core.stand_in import StandIn
 from dtype_hooks.errors import TraceError
@@ -32,6 +33,35 @@ _HOOKS = {
 }
 _AUTOCAST = "autocast"
 _GRAD_MODE = "no_grad, enable_grad or inference_mode (or a custom autograd.Function)"
+# Ops whose result may share memory with their first argument.
+_VIEWS = {
+    *(
+        "chunk",
+        "contiguous",
+        "detach",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "flatten",
+        "getitem",
+        "movedim",
+        "narrow",
+    ),
+    *(
+        "permute",
+        "reshape",
+        "select",
+        "split",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "to",
+        "transpose",
+        "unbind",
+        "unflatten",
+    ),
+    *("unsqueeze", "view", "view_as"),
+}
 # Reading these is the same in every region.
 _READS = {"size", "dim", "numel", "ndimension", "stride", "is_floating_point", "is_complex", getattr}
 
@@ -54,6 +84,7 @@ class Snapshot:
     """What tracing and running may change in a module: attributes and buffers. Parameters are not written to."""
 
     def __init__(self, module: nn.Module) -> None:
+        _refuse_lazy(module)
         self.attributes = [
             (held, dict(held))
             for child in module.modules()
@@ -166,7 +197,7 @@ class DeepTracer(fx.Tracer):
         return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if not self.recurse_modules:
+        if not self.recurse_modules or isinstance(m, torch.jit.ScriptModule):
             return True
         reason = self._whole.get(module_qualified_name, ", ".join(_bypassed(m)) or None)
         if reason:
@@ -212,10 +243,11 @@ class DeepTracer(fx.Tracer):
         return _Proxy(node, self)
 
     def _write_in_place(self, graph: fx.Graph) -> None:
-        """Make ``x = x + y`` the in-place op that it was, where ``x`` has a later use that must see the change."""
+        """Make ``x = x + y`` the in-place op that it was, where ``x`` or a view of it is used later and must see the change."""
         position = {node: index for index, node in enumerate(graph.nodes)}
         for node, (changed, target) in self.in_place.items():
-            if any(position[user] > position[node] for user in changed.users):
+            users = {user for alias in _aliases(changed) for user in alias.users}
+            if any(position[user] > position[node] for user in users):
                 node.target = target
 
     def _note_regions(self) -> None:
@@ -240,7 +272,7 @@ class DeepTracer(fx.Tracer):
         path, module = self.failed_in or ("", None)
         if not path or not self.recurse_modules or path in self._whole:
             return False
-        if not type(module).__module__.startswith(("torch.nn.", "torch.jit.")):
+        if not type(module).__module__.startswith("torch.nn."):
             return False
         self.to_keep_whole[path] = ""  # nothing to warn of
         return True
@@ -263,14 +295,40 @@ def _regions() -> dict[str, Any]:
 def _bypassed(module: nn.Module) -> list[str]:
     """What of a module torch.fx passes over, or runs once while it traces, in words."""
     found = [words for name, words in _HOOKS.items() if getattr(module, name, None)]
-    replaced = "forward" in vars(module) and not isinstance(module, torch.jit.ScriptModule)
-    if replaced or any(isinstance(value, StandIn) for value in vars(module).values()):
+    if "forward" in vars(module) or any(isinstance(value, StandIn) for value in vars(module).values()):
         found.append("an overridden method")
     return found
 
 
+def _aliases(node: fx.Node) -> set[fx.Node]:
+    """The nodes that may share memory with a node, and itself: views of it, what it is a view of, and so on."""
+    found, todo = {node}, [node]
+    while todo:
+        node = todo.pop()
+        near = [user for user in node.users if _is_view(user)] + (
+            node.all_input_nodes[:1] if _is_view(node) else []
+        )
+        todo += [other for other in near if other not in found]
+        found.update(near)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return (node.target if isinstance(node.target, str) else node.target.__name__) in _VIEWS
+
+
 def _classes(modules: tuple[ModuleType, ...]) -> Iterator[type]:
     return (value for module in modules for value in vars(module).values() if isinstance(value, type))
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    """A lazy module becomes another one in its first call, which could not be undone."""
+    for name, child in module.named_modules():
+        if any(map(is_lazy, (*child._parameters.values(), *child._buffers.values()))):
+            raise TraceError(
+                f"analyse_module: got {name!r} (a {type(child).__name__}) without parameters as yet; expected a module that "
+                "has run. Call it once, with inputs of the right shape."
+            )
 
 
 def _cannot_trace(module: nn.Module, failed_in: tuple[str, nn.Module] | None, error: Exception) -> TraceError:

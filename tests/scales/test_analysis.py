@@ -184,6 +184,20 @@ def test_in_place_operators_are_kept_where_a_later_use_sees_the_change():
     assert f"{x.grad.std().item():.3}" == "48.7"
 
 
+def test_views_see_in_place_operators_too():
+    class Views(nn.Module):
+        def forward(self, x, y):
+            z = x * 2
+            row = z.view(-1)
+            z += y
+            flat = z.flatten()
+            flat *= y
+            return row + z * 0
+
+    x, y = torch.tensor([1.0, 2.0, 4.0], requires_grad=True), torch.tensor([1.0, -6.0, 2.0])
+    assert figures(analysed(Views(), x, y), "add_1") == f"(-> {Views()(x, y).std().item():.3}, <- 1.0)"
+
+
 def test_functions_passed_as_arguments_are_shown_and_run():
     class Applies(nn.Module):
         def forward(self, x, scale=3.0, **kwargs):
@@ -383,6 +397,23 @@ def test_output_without_a_gradient():
         analyse_module(nn.ReLU(), torch.ones(2), torch.ones(2))
     with torch.no_grad(), pytest.raises(TraceError, match=r"leave torch\.no_grad\(\)"):
         analyse_module(nn.Linear(2, 2), torch.ones(2), torch.ones(2))
+
+
+def test_lazy_module_is_asked_to_run_first():
+    model = nn.Sequential(nn.LazyLinear(2), nn.ReLU())
+    with pytest.raises(
+        TraceError, match=r"got '0' \(a LazyLinear\) without parameters as yet; expected .* Call it once"
+    ):
+        analyse_module(model, torch.ones(2, 3), torch.ones(2, 2))
+    model(torch.ones(2, 3))
+    assert "linear = " in analysed(model, torch.ones(2, 3))
+
+
+def test_function_is_no_module():
+    with pytest.raises(
+        ConfigError, match=r"^analyse_module.module: got <built-in .*>; expected an nn\.Module\. Wrap"
+    ):
+        analyse_module(torch.relu, torch.ones(2))
 
 
 def test_an_error_of_the_forward_itself_comes_through():
