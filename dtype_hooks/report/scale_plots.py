@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,17 @@ import numpy as np
 
 from dtype_hooks.core.number_formats import NUMBER_FORMATS, NumberFormat
 from dtype_hooks.errors import MissingDependencyError
-from dtype_hooks.report.scales import magnitude
-from dtype_hooks.report.scales_file import Row, formats_of, iteration, iterations, last_sample, select_rows
+from dtype_hooks.report.scales import at_iteration, magnitude
+from dtype_hooks.report.scales_file import (
+    DIRECTIONS,
+    KINDS,
+    Row,
+    formats_of,
+    iteration,
+    iterations,
+    last_sample,
+    select_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,9 +50,6 @@ MARGIN_BITS = 24
 MAX_LABEL = 40
 MAX_SAMPLES = 1000
 """A heat map of more samples shows every second, third, ... of them: it has no more pixels."""
-
-SMALLEST_SHARE = 1e-4
-"""Where the colours of the shares of values begin."""
 
 
 def layers_figure(
@@ -79,10 +85,11 @@ def layers_figure(
         panel.set_title(_panel_title(rows, direction), loc="left", fontsize=FONT)
         panel.set_ylabel("magnitude (log2 scale)", fontsize=FONT)
     _name_tensors(axes[1, 0].xaxis, names, width * 0.8, rotation=90)
-    axes[0, 0].grid(axis="x", color="0.9", linewidth=0.5)
+    for panel in axes[:, 0]:
+        panel.grid(axis="x", color="0.9", linewidth=0.5)
     axes[1, 0].set_xlim(-0.7, max(len(names), 1) - 0.3)
     _add_legend(figure, axes.flat)
-    figure.suptitle(title or f"Scales of {kind}s{_at(rows)}", fontsize=FONT + 2)
+    figure.suptitle(title or f"Scales of {kind}s{at_iteration(rows)}", fontsize=FONT + 2)
     return figure
 
 
@@ -126,6 +133,45 @@ def history_figure(
     _explain_colours(figure)
     figure.suptitle(title or f"Scales of {kind}s over training, {direction}", fontsize=FONT + 2)
     return figure
+
+
+def save_plots(
+    rows: Sequence[Row], folder: str | Path, formats: Sequence[str] | None = None, at: int | None = None
+) -> list[Path]:
+    """Write all pictures of a run into ``folder``, which is made if need be.
+
+    For each kind of tensors that there is: ``layers_activation.png``; and of more than one sample
+    ``history_activation_forward.png`` and ``history_activation_backward.png``.
+
+    Args:
+        rows: Of all samples.
+        folder: Where they go; pictures of these names that are there are replaced.
+        formats: As in :func:`layers_figure`; the heat maps show the first.
+        at: The iteration of the pictures of layers, the last by default.
+
+    Returns:
+        The paths written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in _figures(rows, formats_or_all(rows, formats), at):
+        written.append(folder / f"{name}.png")
+        save_png(figure, written[-1])
+    return written
+
+
+def _figures(rows: Sequence[Row], formats: Sequence[str], at: int | None) -> Iterator[tuple[str, Figure]]:
+    sample = last_sample(rows) if at is None else [row for row in rows if iteration(row) == at]
+    for kind in KINDS:
+        if any(row["kind"] == kind for row in sample):
+            yield f"layers_{kind}", layers_figure(sample, formats, kind)
+    if len(iterations(rows)) < 2:
+        return
+    for kind, direction in product(KINDS, DIRECTIONS):
+        if any(row["kind"] == kind and row["direction"] == direction for row in rows):
+            shown = formats[0] if formats else None
+            yield f"history_{kind}_{direction}", history_figure(rows, direction, shown, kind=kind)
 
 
 def save_png(figure: Figure, path: str | Path, dpi: int = DPI) -> None:
@@ -352,28 +398,28 @@ def _add_legend(figure: Figure, panels: Iterable[Axes]) -> None:
 
 def _draw_map(axes: Axes, rows: Sequence[Row], names: Sequence[str], column: str, label: str) -> None:
     from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap, LogNorm, Normalize
+    from matplotlib.colors import ListedColormap, Normalize, PowerNorm
 
     is_share = column.endswith("_underflow")
     samples = _thinned(iterations(rows), MAX_SAMPLES)
     edges, slots = time_cells(samples)
     values = _grid(rows, names, slots, lambda row: row.get(column))
     nans = _grid(rows, names, slots, lambda row: 1.0 if row.get("nans") else None)
-    colours = colormaps["cividis" if is_share else "viridis"].copy()
+    colours = colormaps["cividis_r" if is_share else "viridis"].copy()
     colours.set_under("white")
-    low, high = (SMALLEST_SHARE, 1.0) if is_share else _range_of_log2(values)
-    norm = LogNorm(low, high) if is_share else Normalize(low, high)
-    zero, below = values == 0, low / 10 if is_share else low - 1
-    shown = values if is_share else np.log2(np.where(zero, 1.0, values))
+    low, high = (0.0, 1.0) if is_share else _range_of_log2(values)
+    # the root of a share, so that one in a hundred is seen beside all of them
+    norm = PowerNorm(0.5, low, high) if is_share else Normalize(low, high)
+    shown = values if is_share else np.log2(np.where(values > 0, values, np.nan))
+    shown = np.ma.masked_invalid(np.where(values == 0, low - 1, shown))
     axes.set_facecolor(LOST)
-    rows_at = np.arange(len(names) + 1) - 0.5
-    shown = np.ma.masked_invalid(np.where(zero, below, shown))
+    rows_at = np.arange(len(values) + 1) - 0.5
     mesh = axes.pcolormesh(edges, rows_at, shown, cmap=colours, norm=norm)
     axes.pcolormesh(edges, rows_at, np.ma.masked_invalid(nans), cmap=ListedColormap([VERMILLION]))
-    bar = axes.figure.colorbar(mesh, ax=axes, extend="min", pad=0.01, aspect=40)
+    bar = axes.figure.colorbar(mesh, ax=axes, extend="min", extendfrac=0.02, pad=0.01, aspect=40)
     bar.ax.tick_params(labelsize=FONT - 1)
     if is_share:
-        bar.set_ticks([1e-4, 1e-3, 1e-2, 1e-1, 1], labels=["0.01%", "0.1%", "1%", "10%", "100%"])
+        bar.set_ticks([0, 0.01, 0.1, 0.25, 0.5, 1], labels=["0", "1%", "10%", "25%", "50%", "100%"])
     axes.set_title(label, loc="left", fontsize=FONT)
     _name_iterations(axes, samples)
 
@@ -445,8 +491,8 @@ def _explain_colours(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor="white", edgecolor="0.5", label="zero, or a share under 0.01%"),
-        Patch(facecolor=LOST, edgecolor="0.5", label="not recorded, or nothing finite"),
+        Patch(facecolor="white", edgecolor="0.5", label="zero"),
+        Patch(facecolor=LOST, edgecolor="0.5", label="not recorded, or no value that counts"),
         Patch(facecolor=VERMILLION, edgecolor="0.5", label="holds NaN"),
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=FONT - 1, frameon=False)
@@ -460,7 +506,6 @@ def _name_tensors(axis: Axis, names: Sequence[str], inches: float, rotation: int
     labels = choose_labels(names, int(inches * 72 / (SMALL * 1.3)))
     axis.set_ticks([at for at, _ in labels], [shorten(text) for _, text in labels])
     axis.set_tick_params(labelsize=SMALL, rotation=rotation, length=2)
-    axis.grid(True, color="0.9", linewidth=0.5)
     some = "" if len(labels) == len(names) else f", {len(labels)} of them named"
     axis.set_label_text(f"{len(names):,} tensors in order of execution{some}", fontsize=FONT)
 
@@ -499,8 +544,3 @@ def _merged(order: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def _transposed(points: Sequence[Sequence[Any]], columns: int) -> list[Sequence[Any]]:
     return list(zip(*points, strict=True)) or [()] * columns
-
-
-def _at(rows: Sequence[Row]) -> str:
-    number = iteration(rows[0]) if rows else 0
-    return f", iteration {number:,}" if number else ""

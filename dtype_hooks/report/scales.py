@@ -1,4 +1,4 @@
-"""The scales of one sample as tables: which tensors are near the edge of a number format, all of them, two runs.
+"""Scales as tables: which tensors are near the edge of a number format, all of a sample, two runs beside one another.
 
 Everything takes rows, as :meth:`dtype_hooks.scales.record.Scales.rows` gives them and
 :func:`dtype_hooks.report.scales_file.read_rows` reads them. Columns that are absent or null are shown as ``n/a``.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dtype_hooks.core.number_formats import NUMBER_FORMATS
-from dtype_hooks.report.scales_file import Row, formats_of, iteration
+from dtype_hooks.report.scales_file import Row, formats_of, iteration, iterations
 from dtype_hooks.report.tables import MAX_ROWS, MIN_WIDTH, render_table
 
 NEGLIGIBLE = 0.0005
@@ -51,10 +51,10 @@ class Column:
 def edge_report(
     rows: Sequence[Row], formats: Sequence[str] | None = None, top: int = 20, width: int | None = None
 ) -> str:
-    """The tables of one sample: what is not finite, then for each format the tensors closest to its edges.
+    """The tables of a sample: what is not finite, then for each format the tensors closest to its edges.
 
     Args:
-        rows: Of one sample.
+        rows: Of one sample; or of several, of which each tensor is shown at its worst, with the iteration.
         formats: Names of formats that the rows tell of; all of them by default.
         top: How many tensors each table shows at most.
         width: In characters; the terminal's by default, 80 where there is none.
@@ -74,19 +74,20 @@ def edge_table(rows: Sequence[Row], number_format: str, top: int = 20, width: in
     See :func:`edge_rank` for the order. :data:`LEGEND` explains the columns. Tensors without a finite nonzero
     value are left out: zero has no edge.
     """
-    ranked = sorted((row for row in rows if row.get("amax")), key=lambda row: edge_rank(row, number_format))
+    measured = (row for row in rows if row.get("amax"))
+    ranked = _first_of_each(sorted(measured, key=lambda row: edge_rank(row, number_format)))
     if not ranked:
-        return f"{number_format}: no tensor with a nonzero value{_at(rows)}"
+        return f"{number_format}: no tensor with a nonzero value{at_iteration(rows)}"
     if not is_near(ranked[0], number_format):
         least = ranked[0]
         return _filled(
-            f"{number_format}: none of {len(ranked):,} tensors near an edge{_at(rows)}; the closest is {least['name']} "
+            f"{number_format}: none of {len(ranked):,} tensors near an edge{at_iteration(rows)}; the closest is {least['name']} "
             f"({least['direction']}), {_bits(to_max(least, number_format))} bits below the largest number, "
             f"{_bits(to_min(least, number_format))} above the smallest normal one",
             width,
         )
-    title = f"{number_format}: {_of(top, ranked)} closest to its edges{_at(rows)}"
-    return _fitted_table(title, _edge_columns(number_format), ranked[:top], width)
+    title = f"{number_format}: {_of(top, ranked)} closest to its edges{at_iteration(rows)}"
+    return _fitted_table(title, _with_iter(rows, _edge_columns(number_format)), ranked[:top], width)
 
 
 def edge_rank(row: Row, number_format: str) -> tuple[float, ...]:
@@ -136,9 +137,13 @@ def nonfinite_table(rows: Sequence[Row], top: int = 20, width: int | None = None
     """The tensors that hold NaN, then those that hold Inf only; among them first what came to be first.
 
     That is parameters, then results in order of execution, then gradients against it: the first NaN is the culprit,
-    or right after it. Inf alone is often meant, as in an attention mask.
+    or right after it. Inf alone is often meant, as in an attention mask. Of several samples each tensor is shown at the
+    first where it has them.
     """
-    found = sorted(filter(_nonfinite, rows), key=lambda row: (not row["nans"], made_at(row)))
+    by_time = sorted(
+        filter(_nonfinite, rows), key=lambda row: (not row["nans"], iteration(row), made_at(row))
+    )
+    found = _first_of_each(by_time)
     columns = [
         Column("tensor", lambda row: row["name"]),
         Column("pass", _pass),
@@ -148,8 +153,8 @@ def nonfinite_table(rows: Sequence[Row], top: int = 20, width: int | None = None
         Column("#finite amax", lambda row: short(row.get("amax")), spare=1),
         Column("dtype", lambda row: row["dtype"], spare=2),
     ]
-    title = f"NaN or Inf: {_of(top, found)}, the first to have them first{_at(rows)}"
-    return _fitted_table(title, columns, found[:top], width)
+    title = f"NaN or Inf: {_of(top, found)}, the first to have them first{at_iteration(rows)}"
+    return _fitted_table(title, _with_iter(rows, columns), found[:top], width)
 
 
 def made_at(row: Row) -> tuple[int, int]:
@@ -170,7 +175,7 @@ def scales_table(rows: Sequence[Row], max_rows: int = MAX_ROWS, width: int | Non
             for column in ("std", "amax")
         ),
     ]
-    title = f"scales: {len(pairs):,} tensors in order of execution{_at(rows)}"
+    title = f"scales: {len(pairs):,} tensors in order of execution{at_iteration(rows)}"
     caption = "-> of the tensor, <- of its gradient" + (", free of its scale" if _grad_scales(rows) else "")
     return _fitted_table(title, columns, pairs, width, caption, max_rows)
 
@@ -350,9 +355,31 @@ def _of(top: int, rows: Sequence[Row]) -> str:
     return f"{top:,} of {_counted(len(rows))}" if len(rows) > top else _counted(len(rows))
 
 
-def _at(rows: Sequence[Row]) -> str:
-    number = iteration(rows[0]) if rows else 0
-    return f", iteration {number:,}" if number else ""
+def at_iteration(rows: Iterable[Row]) -> str:
+    """``, iteration 300``; ``, iterations 100 to 2,500`` of several samples; nothing for a single recording."""
+    numbers = iterations(rows)
+    if not numbers or not numbers[-1]:
+        return ""
+    return (
+        f", iterations {numbers[0]:,} to {numbers[-1]:,}"
+        if len(numbers) > 1
+        else f", iteration {numbers[0]:,}"
+    )
+
+
+def _first_of_each(rows: Sequence[Row]) -> list[Row]:
+    """The first row of each tensor and direction."""
+    first: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        first.setdefault((row["name"], row["direction"]), row)
+    return list(first.values())
+
+
+def _with_iter(rows: Sequence[Row], columns: list[Column]) -> list[Column]:
+    """The columns, with one of the iteration where there are several."""
+    if len(iterations(rows)) < 2:
+        return columns
+    return [*columns[:2], Column("#iter", lambda row: f"{iteration(row):,}"), *columns[2:]]
 
 
 def _grad_scales(rows: Iterable[Row]) -> list[float]:
@@ -391,7 +418,7 @@ def _fitted_table(
     names, *others = (cells[heading] for heading in kept)
     if _needed(kept, cells) > _width(width):
         room = _width(width) - _needed([h for h in kept[1:] if not _is_constant(cells[h])], cells) - 3
-        names = [fold_name(name, max(room, MIN_NAME)) for name in names]
+        names = [fold_name(name, max(room, 8)) for name in names]
     table = [list(row) for row in zip(names, *others, strict=True)]
     if len(rows) > len(shown):
         more = f"... and {len(rows) - len(shown):,} more of {len(rows):,}"
