@@ -97,10 +97,14 @@ def tally(tensor: Tensor, encoding: Encoding, memory: Memory, only_std: bool) ->
         in the tensor.
     """
     source = _Source(tensor, encoding, memory)
-    with np.errstate(
-        all="ignore"
-    ):  # whatever the caller does about overflows is meant for the caller's numbers
-        row = _quick_std(source) if only_std else None
+    few = source.lent is not None and source.lent.size <= BLOCK
+    # whatever the caller wants numpy to do about overflows is meant for the caller's numbers
+    with np.errstate(all="ignore"):
+        row = None
+        if few:
+            row = _row_of_few(source, only_std)
+        elif only_std:
+            row = _row_of_sums(source)
         return row or _Tally(source).row(only_std), source.repeats
 
 
@@ -151,18 +155,19 @@ class _Source:
         if lent is None:
             yield from map(self._copied, chunks_of(self.tensor, CHUNK))
         elif lent.size <= CHUNK:
-            yield lent, self._values(self.tensor, lent)
+            yield lent, self.values(self.tensor, lent)
         else:
             for start in range(0, lent.size, CHUNK):
                 bits = lent[start : start + CHUNK]
-                yield bits, self._values(self.tensor, bits, start)
+                yield bits, self.values(self.tensor, bits, start)
 
     def _copied(self, chunk: Tensor) -> tuple[Array, Array]:
         native, bits = self.memory.take("native", self.encoding.dtype, chunk.numel())
         native.view(chunk.shape).copy_(chunk)
-        return bits, self._values(native, bits)
+        return bits, self.values(native, bits)
 
-    def _values(self, tensor: Tensor, bits: Array, start: int | None = None) -> Array:
+    def values(self, tensor: Tensor, bits: Array, start: int | None = None) -> Array:
+        """The values of bits, which are those of the tensor or of its part from ``start`` on."""
         if self.encoding.dtype not in TWINS:
             return bits
         if start is not None:
@@ -210,7 +215,7 @@ class _Sums:
         return math.ldexp(self.shift + offset, self.exponent), math.ldexp(deviation, self.exponent)
 
 
-def _quick_std(source: _Source) -> list[float] | None:
+def _row_of_sums(source: _Source) -> list[float] | None:
     """The row from sums and sums of squares; None where these do not do."""
     sums = _Sums(source.memory)
     for _, values in source.chunks():
@@ -218,6 +223,26 @@ def _quick_std(source: _Source) -> list[float] | None:
         if not sums.usable():
             return None
     return [sums.count, sums.count, sums.count, *sums.moments()]
+
+
+def _row_of_few(source: _Source, only_std: bool) -> list[float] | None:
+    """The row of few values in a straight line; None if plain sums do not do: if any is not finite or all are zero."""
+    encoding, sums = source.encoding, _Sums(source.memory)
+    bits, values = next(source.chunks())
+    sums.add(values)
+    if not sums.usable():
+        return None
+    if only_std:
+        return [sums.count, sums.count, sums.count, *sums.moments()]
+    codes = np.bitwise_and(bits.view(encoding.table.dtype), encoding.mask)
+    codes.sort()
+    counts = codes.searchsorted(encoding.table, "right").tolist()
+    return [
+        *counts,
+        *sums.moments(),
+        encoding.magnitude(int(codes[-1])),
+        encoding.magnitude(int(codes[counts[3]])),
+    ]
 
 
 class _Tally:

@@ -7,7 +7,8 @@ import math
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,8 +51,7 @@ class FormatCounts(NamedTuple):
     overflow: int
 
 
-@dataclass(frozen=True)
-class TensorStatistics:
+class TensorStatistics(NamedTuple):
     """Counts and moments of a tensor's elements, or of several tensors' merged.
 
     ``mean``, ``deviation``, ``amax`` and ``amin`` are those of the finite elements, 0.0 or None where there are none.
@@ -67,7 +67,9 @@ class TensorStatistics:
         zeros: Elements equal to zero, of either sign; None if only the std was asked for.
         amax: Largest magnitude.
         amin: Smallest nonzero magnitude.
-        formats: Per format's name, counts of what would not survive in it.
+        asked: The number formats looked at; empty if none was asked for.
+        bounds: For each of them in turn, how many finite values become zero in it (zeros included), zero or
+            subnormal, and do not overflow; :attr:`formats` tells them apart.
     """
 
     numel: int
@@ -78,7 +80,17 @@ class TensorStatistics:
     zeros: int | None = None
     amax: float | None = None
     amin: float | None = None
-    formats: dict[str, FormatCounts] | None = None
+    asked: tuple[NumberFormat, ...] = ()
+    bounds: tuple[int, ...] = ()
+
+    @property
+    def formats(self) -> dict[str, FormatCounts]:
+        """By format's name, how many values would not survive in it."""
+        zeros, bounds = self.zeros or 0, iter(self.bounds)
+        return {
+            each.name: FormatCounts(flushed - zeros, subnormal - flushed, self.finite - fit)
+            for each, flushed, subnormal, fit in zip(self.asked, bounds, bounds, bounds, strict=True)
+        }
 
     @property
     def finite(self) -> int:
@@ -98,7 +110,9 @@ class TensorStatistics:
 
     def fractions(self, name: str) -> FormatFractions:
         """What would become of the values in the format of this name; ``KeyError`` if it was not asked for."""
-        counts = (self.formats or {})[name]
+        return self._fractions(self.formats[name])
+
+    def _fractions(self, counts: FormatCounts) -> FormatFractions:
         nonzero = self.finite - (self.zeros or 0)
         return FormatFractions(
             underflow=counts.underflow / nonzero if nonzero else None,
@@ -115,7 +129,7 @@ class TensorStatistics:
         Raises:
             ConfigError: If the two were not asked for the same formats, or one for std only.
         """
-        if (self.formats or {}).keys() != (other.formats or {}).keys() or self.only_std != other.only_std:
+        if self.asked != other.asked or self.only_std != other.only_std:
             raise ConfigError(
                 f"TensorStatistics.merge: got {_asked(other)}; expected {_asked(self)}. Measure both alike."
             )
@@ -127,7 +141,8 @@ class TensorStatistics:
             zeros=None if self.zeros is None or other.zeros is None else self.zeros + other.zeros,
             amax=max((x for x in (self.amax, other.amax) if x is not None), default=None),
             amin=min((x for x in (self.amin, other.amin) if x is not None), default=None),
-            formats=_merged_formats(self.formats, other.formats),
+            asked=self.asked,
+            bounds=tuple(a + b for a, b in zip(self.bounds, other.bounds, strict=True)),
         )
 
     @property
@@ -141,8 +156,7 @@ class TensorStatistics:
         Counts stay: they tell what was there, in the scale in which it was.
         """
         size = abs(factor)
-        return replace(
-            self,
+        return self._replace(
             mean=self.mean * factor,
             deviation=self.deviation * size,
             amax=None if self.amax is None else self.amax * size,
@@ -167,8 +181,8 @@ class TensorStatistics:
             return row
         row["amax"] = _number(self.amax)
         row["amin"] = _number(self.amin)
-        for name in self.formats or {}:
-            fractions = self.fractions(name)
+        for name, counts in self.formats.items():
+            fractions = self._fractions(counts)
             row[f"{name}_underflow"] = fractions.underflow
             row[f"{name}_subnormal"] = fractions.subnormal
             row[f"{name}_overflow"] = fractions.overflow
@@ -180,7 +194,7 @@ def _number(value: float | None) -> float | None:
 
 
 def _asked(statistics: TensorStatistics) -> str:
-    names = ", ".join(statistics.formats or {}) or "no format"
+    names = ", ".join(each.name for each in statistics.asked) or "no format"
     return "std only" if statistics.only_std else f"statistics with {names}"
 
 
@@ -192,21 +206,6 @@ def _merged_moments(a: TensorStatistics, b: TensorStatistics) -> tuple[float, fl
     apart = (b.mean - a.mean) * math.sqrt(of_a * of_b)
     deviation = math.hypot(a.deviation * math.sqrt(of_a), b.deviation * math.sqrt(of_b), apart)
     return a.mean * of_a + b.mean * of_b, deviation
-
-
-def _merged_formats(
-    a: dict[str, FormatCounts] | None, b: dict[str, FormatCounts] | None
-) -> dict[str, FormatCounts] | None:
-    if a is None or b is None:
-        return None
-    return {
-        name: FormatCounts(
-            a[name].underflow + b[name].underflow,
-            a[name].subnormal + b[name].subnormal,
-            a[name].overflow + b[name].overflow,
-        )
-        for name in a
-    }
 
 
 class Workspace(threading.local):
@@ -344,22 +343,24 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def gather(measurements: Sequence[Measurement]) -> list[TensorStatistics]:
     """Read measurements, in their order; one transfer per device, which waits for it."""
-    read = _fetch([found.rows for found in measurements if isinstance(found.rows, Tensor)])
-    rows = [read[id(found.rows)] if isinstance(found.rows, Tensor) else found.rows for found in measurements]
-    return [_statistics(found, lines) for found, lines in zip(measurements, rows, strict=True)]
+    on_device = [found.rows for found in measurements if isinstance(found.rows, Tensor)]
+    fetched = iter(_fetch(on_device) if on_device else ())
+    return [
+        _statistics(found, next(fetched) if isinstance(found.rows, Tensor) else found.rows)
+        for found in measurements
+    ]
 
 
-def _fetch(tensors: list[Tensor]) -> dict[int, list[list[float]]]:
-    """Each tensor's rows by the tensor's id."""
-    found: dict[int, list[list[float]]] = {}
+def _fetch(tensors: list[Tensor]) -> list[list[list[float]]]:
+    """The tensors' rows."""
+    numbers = {}
     for device in {tensor.device for tensor in tensors}:
-        here = [tensor for tensor in tensors if tensor.device == device]
-        numbers = iter(torch.cat([tensor.reshape(-1) for tensor in here]).tolist())
-        for tensor in here:
-            found[id(tensor)] = [
-                [next(numbers) for _ in range(tensor.shape[1])] for _ in range(tensor.shape[0])
-            ]
-    return found
+        here = [tensor.reshape(-1) for tensor in tensors if tensor.device == device]
+        numbers[device] = iter(torch.cat(here).tolist())
+    return [
+        [list(islice(numbers[tensor.device], tensor.shape[1])) for _ in range(tensor.shape[0])]
+        for tensor in tensors
+    ]
 
 
 def _statistics(measurement: Measurement, rows: list[list[float]]) -> TensorStatistics:
@@ -372,23 +373,13 @@ def _statistics(measurement: Measurement, rows: list[list[float]]) -> TensorStat
 
 def _read(measurement: Measurement, row: Sequence[float]) -> TensorStatistics:
     """What a row says, once for each time that the elements stand in the tensor."""
-    counts = [int(count) * measurement.repeats for count in row[: -2 if measurement.only_std else -4]]
-    finite, not_nan, numel = counts[:3]
-    mean, deviation = row[len(counts) : len(counts) + 2] if finite else (0.0, 0.0)
-    if measurement.only_std:
-        return TensorStatistics(numel, numel - not_nan, not_nan - finite, mean, deviation)
-    zeros = counts[3]
-    return TensorStatistics(
-        numel,
-        numel - not_nan,
-        not_nan - finite,
-        mean,
-        deviation,
-        zeros,
-        row[-2] if finite else None,
-        row[-1] if finite > zeros else None,
-        {
-            found.name: FormatCounts(counts[at] - zeros, counts[at + 1] - counts[at], finite - counts[at + 2])
-            for found, at in zip(measurement.formats, range(4, len(counts), 3), strict=True)
-        },
-    )
+    formats, only_std, repeats, _ = measurement
+    end = len(row) - (2 if only_std else 4)
+    finite, not_nan, numel, *counts = [int(count) * repeats for count in row[:end]]
+    mean, deviation = row[end : end + 2] if finite else (0.0, 0.0)
+    basic = numel, numel - not_nan, not_nan - finite, mean, deviation
+    if only_std:
+        return TensorStatistics(*basic)
+    zeros, *bounds = counts
+    amax, amin = row[-2] if finite else None, row[-1] if finite > zeros else None
+    return TensorStatistics(*basic, zeros, amax, amin, formats, tuple(bounds))
