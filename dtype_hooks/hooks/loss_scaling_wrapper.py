@@ -212,7 +212,7 @@ class ScaledWrapper:
         optimizer: Optimizer = self.wrapper.optimizer
         self._handles = [optimizer.register_step_pre_hook(self._refuse_step_past_us)]
         self._handles += [
-            p.register_post_accumulate_grad_hook(self._note_arrival)
+            p.register_post_accumulate_grad_hook(self._note_unscaled)
             for group in optimizer.param_groups
             for p in group["params"]
             if p.requires_grad and p.is_leaf
@@ -232,14 +232,18 @@ class ScaledWrapper:
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Scale the loss; the wrapper's own ``backward`` does the rest."""
-        for each in self.shared.wrappers:
-            if each is self or with_gradients(each.wrapper.optimizer):
+        others = [w for w in self.shared.wrappers if w is not self]
+        self.carry_scale()
+        for each in others:
+            if with_gradients(each.wrapper.optimizer):
                 each.carry_scale()
         self.shared.in_backward += 1
         try:
             return self.methods["backward"].original(self.shared.scaler.scale(loss), *args, **kwargs)
         finally:
             self.shared.in_backward -= 1
+            for each in others:  # this loss may have been theirs as well
+                each.carries_scale = each.carries_scale or bool(with_gradients(each.wrapper.optimizer))
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Unscale; then the wrapper's own ``step``, which clips, with the optimizer's step sent through the scaler."""
@@ -282,11 +286,8 @@ class ScaledWrapper:
             multiply_gradients(with_gradients(self.wrapper.optimizer), self.shared.scaler.current)
             self.carries_scale = True
 
-    def _note_arrival(self, parameter: Tensor) -> None:
-        """A gradient has come, maybe by another wrapper's backward, maybe by one past all of them."""
-        if self.shared.in_backward:
-            self.carries_scale = True
-        else:
+    def _note_unscaled(self, parameter: Tensor) -> None:
+        if not self.shared.in_backward:
             self._unscaled[id(parameter)] = (parameter, parameter.grad)
 
     def _has_unscaled(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.optim import CosineAnnealingLR, OptimWrapper, OptimWrapperDict
+from mmengine.optim import AmpOptimWrapper, CosineAnnealingLR, OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from small_runs import AutocastNet, data
 from torch import Tensor
@@ -36,13 +36,20 @@ EXACT = {"init_scale": 2.0, "growth_interval": 2}
 class Net(AutocastNet):
     """stem -> norm -> relu -> head; ``update`` is its train_step, ``infinite`` names parameters that get an Inf at times."""
 
-    def __init__(self, update: Callable[..., Any] | None = None) -> None:
+    def __init__(self, update: Callable[..., Any] | None = None, written: bool = False) -> None:
         super().__init__(autocast=False)
         self.update = update
+        self.written = written  # autocast in the model itself
         self.infinite: dict[int, str] = {}
         self.calls = 0
 
-    def forward(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor") -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.written:
+            return self.compute(*args, **kwargs)
+        with torch.autocast("cpu", torch.float16):
+            return self.compute(*args, **kwargs)
+
+    def compute(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor") -> Any:
         out = self.predict(x)
         if mode == "tensor":
             return out
@@ -96,7 +103,7 @@ def gradients_by_hand(model: Net, batch: Any, w: Any) -> Tensor:
     return loss
 
 
-def joint(model: Net, batch: Any, w: Any) -> Tensor:
+def joint(model: Any, batch: Any, w: Any) -> Tensor:
     """One backward for both, each steps."""
     loss = model.loss(batch)
     w["head"].backward(loss)
@@ -163,6 +170,18 @@ class EverySecondStep(OptimWrapper):
     def zero_grad(self, **kwargs: Any) -> None:
         if self._inner_count % 2 == 0:
             super().zero_grad(**kwargs)
+
+
+class Amp(AmpOptimWrapper):
+    """AmpOptimWrapper as it is, on the CPU: its own constructor wants a GPU, its context refuses float16 elsewhere."""
+
+    def __init__(self, optimizer: Any, loss_scale: dict[str, Any], **kwargs: Any) -> None:
+        OptimWrapper.__init__(self, optimizer, **kwargs)
+        self._scale_update_param = None
+        self.loss_scaler = torch.amp.GradScaler("cpu", **loss_scale)
+
+    def optim_context(self, model: Any) -> Any:
+        return OptimWrapper.optim_context(self, model)
 
 
 def single(optimizer: str, cls: type = OptimWrapper, **options: Any) -> Callable[[Net], Any]:
@@ -243,11 +262,15 @@ def scaled_runner(
     hook: dict[str, Any] | None = None,
     runner_type: type = Runner,
     seed: int = 1,
+    written: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A Runner over a seeded :class:`Net` in float16; ``infinite``: at which of its losses which gradient is Inf."""
+    """A Runner over a seeded :class:`Net` in float16; ``infinite``: at which of its losses which gradient is Inf.
+
+    ``written``: autocast is written into the model, and there is no hook.
+    """
     torch.manual_seed(0)
-    model = Net(update)
+    model = Net(update, written)
     model.infinite = infinite or {}
     ours = {"type": "AutocastHook", "dtype": "float16", "loss_scale": loss_scale, **(hook or {})}
     if runner_type is not Runner:
@@ -258,7 +281,7 @@ def scaled_runner(
         train_dataloader=data(rows=48, seed=seed, endless=True),
         train_cfg={"by_epoch": False, "max_iters": iters, "val_interval": 10_000},
         optim_wrapper=wrapper(model),
-        custom_hooks=[ours, *hooks],
+        custom_hooks=[*([] if written else [ours]), *hooks],
         default_hooks={"checkpoint": None, "sampler_seed": None, **kwargs.pop("default_hooks", {})},
         randomness={"seed": 0},
         experiment_name=f"scaled_run_{next(_count)}",  # names are global to the process

@@ -121,7 +121,7 @@ class TestTraining:
                 "clip_grad": {"max_norm": 1.0},
             },
         }
-        ours = trained(tmp_path, seeded(Net), [{**HOOK, "dtype": dtype}], **options)
+        ours = trained(tmp_path, seeded(Net), [{**HOOK, "dtype": dtype, "loss_scale": None}], **options)
         in_model = trained(tmp_path, seeded(InModelNet, getattr(torch, dtype)), [], **options)
         without = trained(tmp_path, seeded(Net), [], **options)
 
@@ -1276,7 +1276,7 @@ class TestCastNodes:
         runner = small_runner(
             tmp_path,
             model,
-            [{**HOOK, "cast_nodes": True, "verbose": True}],
+            [{**HOOK, "loss_scale": None, "cast_nodes": True, "verbose": True}],
             optimizer={"type": "SGD", "lr": 0.1, "momentum": 0.9},
         )
         runner.train()
