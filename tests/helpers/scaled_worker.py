@@ -150,7 +150,7 @@ def endless(folder: Path) -> dict[str, Any]:
     runner = run(
         folder,
         "endless",
-        "dynamic",
+        {"init_scale": 8.0},
         "NotWrapped",
         infinite=infinite,
         iters=20,
