@@ -415,7 +415,9 @@ def _draw_map(axes: Axes, rows: Sequence[Row], names: Sequence[str], column: str
     axes.set_facecolor(LOST)
     rows_at = np.arange(len(values) + 1) - 0.5
     mesh = axes.pcolormesh(edges, rows_at, shown, cmap=colours, norm=norm)
-    axes.pcolormesh(edges, rows_at, np.ma.masked_invalid(nans), cmap=ListedColormap([VERMILLION]))
+    # with edges, so that a row thinner than a pixel is seen
+    red, alarm = ListedColormap([VERMILLION]), np.ma.masked_invalid(nans)
+    axes.pcolormesh(edges, rows_at, alarm, cmap=red, edgecolors="face", linewidth=0.7)
     bar = axes.figure.colorbar(mesh, ax=axes, extend="min", extendfrac=0.02, pad=0.01, aspect=40)
     bar.ax.tick_params(labelsize=FONT - 1)
     if is_share:
