@@ -22,6 +22,7 @@ from dtype_hooks.errors import (
     DtypeHooksError,
     LossScaleError,
     MissingDependencyError,
+    NonFiniteError,
     OverrideError,
     SelectionError,
 )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dtype_hooks.hooks import (
         AutocastHook,
         DtypeOverrider,
+        ScaleTracker,
         allow_mmengine_checkpoints,
         build_runner,
         checkpoint_globals,
@@ -48,8 +50,10 @@ __all__ = [
     "DtypeOverrider",
     "LossScaleError",
     "MissingDependencyError",
+    "NonFiniteError",
     "OverrideError",
     "OverrideHandle",
+    "ScaleTracker",
     "Scales",
     "SelectionError",
     "__version__",
@@ -68,6 +72,7 @@ _NEEDS_MMENGINE = frozenset(
     {
         "AutocastHook",
         "DtypeOverrider",
+        "ScaleTracker",
         "allow_mmengine_checkpoints",
         "build_runner",
         "checkpoint_globals",
@@ -86,6 +91,7 @@ else:
     from dtype_hooks.hooks import (
         AutocastHook,
         DtypeOverrider,
+        ScaleTracker,
         allow_mmengine_checkpoints,
         build_runner,
         checkpoint_globals,

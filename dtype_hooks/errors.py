@@ -10,6 +10,7 @@
         ├── DriftError           what was put in place is no longer there (``on_drift="raise"``)
         ├── LossScaleError       gradients went past the loss scaler, or no scale makes them finite
         ├── TraceError           a module that torch.fx cannot trace, or whose output has no one gradient to start from
+        ├── NonFiniteError       a recorded step made NaN or Inf (``on_nonfinite="raise"``)
         └── MissingDependencyError   an optional package is absent (also an ``ImportError``)
 
 All derive from :class:`ValueError` because mmengine's ``Runner.call_hook`` re-raises a ``TypeError`` of a
@@ -47,6 +48,10 @@ class TraceError(DtypeHooksError):
 
 class LossScaleError(DtypeHooksError):
     """Gradients that cannot be scaled, went past the loss scaler, or stay non-finite at every scale."""
+
+
+class NonFiniteError(DtypeHooksError):
+    """A step made NaN or Inf (``on_nonfinite="raise"``); the message names the function that did."""
 
 
 class MissingDependencyError(DtypeHooksError, ImportError):

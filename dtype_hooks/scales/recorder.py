@@ -28,6 +28,7 @@ from dtype_hooks.scales.statistics import Measurement, Workspace, can_measure, m
 from dtype_hooks.scales.undisturbed import undisturbed
 
 LEVELS = ("functions", "aten")
+FORMAT_NAMES = tuple(each.name for each in DEFAULT_FORMATS)
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def track_scales(
     exclude: str | Sequence[str] | None = None,
     *,
     level: str = "functions",
-    formats: Sequence[str] = tuple(each.name for each in DEFAULT_FORMATS),
+    formats: Sequence[str] = FORMAT_NAMES,
     backward: bool = True,
     parameters: bool = True,
     only_std: bool = False,

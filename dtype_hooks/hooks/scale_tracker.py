@@ -1,0 +1,316 @@
+"""ScaleTracker: the scale of every tensor over a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, Runner
+
+from dtype_hooks.core.number_formats import resolve_formats
+from dtype_hooks.core.selection import Selection
+from dtype_hooks.core.validation import as_bool, as_choice, as_interval
+from dtype_hooks.errors import ConfigError, NonFiniteError
+from dtype_hooks.hooks.loss_scaling import optim_wrappers
+from dtype_hooks.hooks.nonfinite_report import NonFiniteReport
+from dtype_hooks.hooks.nonfinite_watch import Watcher
+from dtype_hooks.hooks.recorded_step import GradientScale, StepPatch, gradient_scale
+from dtype_hooks.hooks.registry import register_hook
+from dtype_hooks.hooks.runner import bare_model
+from dtype_hooks.hooks.scale_file import ScaleFile
+from dtype_hooks.hooks.scale_rows import merge_ranks, sampled
+from dtype_hooks.report.scale_plots import save_plots
+from dtype_hooks.report.scales import edge_report
+from dtype_hooks.report.scales_file import last_sample, read_rows
+from dtype_hooks.scales.places import Places
+from dtype_hooks.scales.recorder import FORMAT_NAMES, LEVELS, Recorder
+
+ON_NONFINITE = ("warn", "raise", "ignore")
+WHERE = "ScaleTracker"
+
+
+@register_hook
+class ScaleTracker(Hook):
+    """Record the scale of every intermediate tensor of a run, forward and backward, every ``interval`` iterations.
+
+    In a recorded iteration the model's ``train_step`` runs inside :class:`~dtype_hooks.scales.recorder.Recorder` (see
+    :func:`dtype_hooks.track_scales` for what is seen and how tensors are named); between them nothing of it is in place.
+
+    **Changes the numbers of training**: no, bit for bit. A compiled model runs eagerly in recorded iterations.
+
+    **Stages**: ``before_run`` makes sure of a summary at the end, also after Ctrl-C; ``before_train`` opens the file;
+    ``before_train_iter`` and ``after_train_iter`` record; a checkpoint that is due is written before anything is raised.
+
+    **Ranks**: activations and their gradients are merged over all ranks, by name; a gradient is that of the loss averaged
+    over the ranks. Parameters and their gradients are rank 0's, read after reduction. With equal batches, and without
+    BatchNorm, dropout or what else looks across samples, the rows are those of one process with all ranks' samples.
+
+    **Loss scaling and accumulation**: ``mean``, ``std``, ``rms``, ``amax`` and ``amin`` of gradients are free of both; the
+    formats' fractions are of the value as it existed, which is the reported one times ``grad_scale``. A parameter's gradient
+    is the mean over the micro-batches accumulated so far.
+
+    **State in checkpoints**: none; the file says what was recorded, and a resumed run goes on with it.
+
+    **Files**, in the run's log_dir, of rank 0: ``scales.jsonl``, one row a tensor, direction and sample (columns:
+    :meth:`dtype_hooks.Scales.rows`, with ``iter``, counted from 1, and ``grad_scale``); at the end pictures in ``scales/``.
+    ``tools/scales.py`` reads them. **Logged** through the visualizer: ``scales/<direction>_std/<name>`` and ``..._amax/...``.
+
+    Args:
+        interval: In iterations; those are recorded whose number, counted from 1, it divides.
+        begin: The first iteration that may be recorded.
+        end: The last one; None is no end.
+        patterns: Regexes on dotted names: only what happens inside these modules. None is everything.
+        class_patterns: The same on class names.
+        exclude: Regexes on dotted names of modules left out.
+        level: ``"functions"``, or ``"aten"`` for the kernels below them as well.
+        backward: Whether gradients are recorded.
+        parameters: Whether parameters and their gradients are recorded.
+        formats: Number formats whose underflow, subnormal and overflow fractions are counted.
+        verbose: Log a table of the tensors closest to an edge after the first sample and at the end.
+        top: How many tensors a table shows.
+        plots: Draw pictures at the end.
+        scalars: Send std and amax of every tensor to the visualizer.
+        on_nonfinite: When a recorded step makes NaN or Inf: ``"warn"`` names what made the first, ``"raise"`` stops all ranks
+            with that message, ``"ignore"`` only records.
+        watch_nonfinite: Look at loss and gradients before each step of an optimizer, and where they are not finite run the
+            batch again, recorded, with the weights, buffers and random numbers that it had. Costs one synchronisation and one
+            pass over the gradients an iteration. With a loss scaler, only where the loss itself is not finite.
+        frames: How many recorded steps the report of a NaN holds.
+
+    Raises:
+        ConfigError: When built, for an argument that cannot be used.
+        SelectionError: In the first recorded iteration, when ``patterns`` take no module.
+        NonFiniteError: With ``on_nonfinite="raise"``.
+
+    Example:
+        >>> hook = dict(type="ScaleTracker", interval=100, on_nonfinite="raise", watch_nonfinite=True)
+    """
+
+    # After CheckpointHook (VERY_LOW): what is due is written before a NaN stops the run.
+    priority = "LOWEST"
+
+    def __init__(
+        self,
+        interval: int = 100,
+        begin: int = 0,
+        end: int | None = None,
+        patterns: str | Sequence[str] | None = None,
+        class_patterns: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        level: str = "functions",
+        backward: bool = True,
+        parameters: bool = True,
+        formats: Sequence[str] = FORMAT_NAMES,
+        verbose: bool = True,
+        top: int = 20,
+        plots: bool = True,
+        scalars: bool = True,
+        on_nonfinite: str = "warn",
+        watch_nonfinite: bool = False,
+        frames: int = 3,
+    ) -> None:
+        self.interval = as_interval(interval, f"{WHERE}.interval")
+        self.begin = as_interval(begin, f"{WHERE}.begin")
+        self.end = None if end is None else as_interval(end, f"{WHERE}.end")
+        if self.end is not None and self.end < self.begin:
+            raise ConfigError(
+                f"{WHERE}.end: got {end!r}; expected begin={begin} or more. Leave it out for no end."
+            )
+        self.selection = Selection.make(patterns, class_patterns, exclude, where=WHERE)
+        self.top = as_interval(top, f"{WHERE}.top")
+        self.verbose = as_bool(verbose, f"{WHERE}.verbose")
+        self.plots = as_bool(plots, f"{WHERE}.plots")
+        self.scalars = as_bool(scalars, f"{WHERE}.scalars")
+        self.on_nonfinite = as_choice(on_nonfinite, ON_NONFINITE, f"{WHERE}.on_nonfinite")
+        self.watch_nonfinite = as_bool(watch_nonfinite, f"{WHERE}.watch_nonfinite")
+        self.record = {
+            "level": as_choice(level, LEVELS, f"{WHERE}.level"),
+            "formats": resolve_formats(formats, f"{WHERE}.formats"),
+            "backward": as_bool(backward, f"{WHERE}.backward"),
+            "parameters": as_bool(parameters, f"{WHERE}.parameters"),
+        }
+        self.report = NonFiniteReport(as_interval(frames, f"{WHERE}.frames"))
+        self._places: tuple[list[Any], Places] | None = None
+        self._recorder: Recorder | None = None
+        self._patch: StepPatch | None = None
+        self._scale: GradientScale | None = None
+        self._file: ScaleFile | None = None
+        self._watcher: Watcher | None = None
+        self._samples = 0
+        self._error: NonFiniteError | None = None
+
+    # Stages
+
+    def before_run(self, runner: Runner) -> None:
+        """Have the training loop end with a summary, whatever ends it."""
+        loop = runner._train_loop
+        if isinstance(loop, BaseLoop) and not isinstance(loop.__dict__.get("run"), _Run):
+            loop.run = _Run(loop, lambda: self._finish(runner))
+
+    def before_train(self, runner: Runner) -> None:
+        """Open the file, with the earlier samples of a run that is resumed."""
+        self._samples = 0
+        if is_main_process():
+            self._file = ScaleFile(runner.log_dir, runner.logger.warning)
+            self._file.begin(runner.iter, continues=_continues(runner))
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        """Put the recording around the step that comes, if its turn is now."""
+        self._take_off()
+        if self._is_due(runner.iter + 1):
+            self._begin_sample(runner)
+        elif self.watch_nonfinite:
+            self._begin_watch(runner, data_batch)
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Write and report what was recorded; stop, if that is asked for and no checkpoint is waiting."""
+        if self._recorder is not None:
+            self._end_sample(runner)
+        if self._watcher is not None:
+            self._end_watch(runner)
+        if self._error is not None and not _ends_epoch(runner, batch_idx):
+            raise self._error
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Stop where the epoch's last iteration asked for it: its checkpoint is written now."""
+        if self._error is not None:
+            raise self._error
+
+    # Recording
+
+    def _is_due(self, iteration: int) -> bool:
+        if not self.interval or iteration < self.begin or (self.end is not None and iteration > self.end):
+            return False
+        return iteration % self.interval == 0
+
+    def _begin_sample(self, runner: Runner) -> None:
+        self._scale = gradient_scale(runner.model, optim_wrappers(runner))
+        recorder = Recorder(self._places_of(runner), **self.record)  # type: ignore[arg-type]
+
+        def step(original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+            with recorder:
+                outputs = original(*args, **kwargs)
+            self._recorder = recorder
+            return outputs
+
+        self._put_on(StepPatch(runner.model, step))
+
+    def _end_sample(self, runner: Runner) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        iteration = runner.iter + 1
+        rows = [each.as_row(iteration) for each in merge_ranks(sampled(recorder.scales, self._scale))]
+        if is_main_process():
+            self._write(runner, iteration, rows)
+        self._samples += 1
+        if self.on_nonfinite != "ignore":
+            self._error = self.report.after_sample(runner, recorder.scales, rows, self.on_nonfinite)
+
+    def _write(self, runner: Runner, iteration: int, rows: list[dict[str, Any]]) -> None:
+        if self._file is not None:
+            self._file.write(rows)
+        if self.scalars:
+            runner.visualizer.add_scalars(_scalars(rows), step=iteration)
+        if self.verbose and not self._samples:
+            runner.logger.info(f"{WHERE}: iteration {iteration}\n{edge_report(rows, top=self.top)}")
+
+    def _places_of(self, runner: Runner) -> Places:
+        model = bare_model(runner)
+        modules = list(model.modules())
+        if self._places is None or self._places[0] != modules:
+            self._places = modules, Places.make(model, self.selection, WHERE)
+        return self._places[1]
+
+    # Watching
+
+    def _begin_watch(self, runner: Runner, data_batch: Any) -> None:
+        recorder = Recorder(self._places_of(runner), **self.record)  # type: ignore[arg-type]
+        self._watcher = Watcher(runner, recorder, data_batch)
+        self._put_on(StepPatch(runner.model, self._watcher.step))
+
+    def _end_watch(self, runner: Runner) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
+            if watcher.found is not None and self.on_nonfinite != "ignore":
+                self._error = self.report.after_replay(runner, watcher.found, self.on_nonfinite)
+
+    # The patch and the end
+
+    def _put_on(self, patch: StepPatch) -> None:
+        self._patch = patch
+        patch.put_on()
+
+    def _take_off(self) -> None:
+        """Leave nothing of an iteration that did not come to its end."""
+        if self._patch is not None:
+            self._patch.take_off()
+        if self._watcher is not None:
+            self._watcher.close()
+        self._patch = self._recorder = self._watcher = self._error = None
+
+    def _finish(self, runner: Runner) -> None:
+        self._take_off()
+        if self._file is None:
+            return
+        self._file.close()
+        if self._samples:
+            try:
+                self._summarise(runner, self._file.path)
+            except Exception as error:  # the training is done; a picture is not worth losing its result
+                runner.logger.warning(f"{WHERE}: no summary ({type(error).__name__}: {error}).")
+
+    def _summarise(self, runner: Runner, path: Path) -> None:
+        rows = read_rows(path)
+        lines = [f"{WHERE}: {self._samples} samples of {len(last_sample(rows))} rows each in {path}"]
+        if self.verbose:
+            lines.append(edge_report(rows, top=self.top))
+        if self.plots:
+            written = save_plots(rows, path.parent / "scales")
+            lines.append(
+                f"{WHERE}: pictures in {path.parent / 'scales'}: {', '.join(each.name for each in written)}"
+            )
+        runner.logger.info("\n".join(lines))
+
+
+class _Run:
+    """A training loop's ``run``, for once, with something at its end."""
+
+    def __init__(self, loop: BaseLoop, at_end: Callable[[], None]) -> None:
+        self.loop, self.original, self.at_end = loop, loop.run, at_end
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        del self.loop.__dict__["run"]
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.at_end()
+
+
+def _continues(runner: Runner) -> bool:
+    """Whether the run goes on with one that lies in the same work_dir."""
+    if not runner.iter or not runner._resume:
+        return False
+    checkpoint = runner._load_from
+    return checkpoint is None or Path(checkpoint).resolve().parent == Path(runner.work_dir).resolve()
+
+
+def _ends_epoch(runner: Runner, batch_idx: int) -> bool:
+    """Whether a checkpoint may be written right after this iteration, in ``after_train_epoch``."""
+    loop = runner.train_loop
+    return isinstance(loop, EpochBasedTrainLoop) and batch_idx + 1 == len(loop.dataloader)
+
+
+def _scalars(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {
+        f"scales/{row['direction']}_{column}/{row['name']}": row[column]
+        for row in rows
+        for column in ("std", "amax")
+        if row[column] is not None
+    }
