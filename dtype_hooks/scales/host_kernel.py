@@ -29,8 +29,9 @@ else:
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-CHUNK = 1 << 16
-"""Elements looked at in one go: the few arrays of this length that are used at a time stay in the second-level cache."""
+CHUNK = 1 << 17
+"""Elements looked at in one go: what is used at a time (5 to 9 bytes an element) stays in a second-level cache of 1 MiB or
+little above; half of it is 2 to 15 % slower on a processor with 2 MiB, and so is twice as much."""
 
 BLOCK = 2048
 """Longest dot product that is taken in one go. float32 accumulators of longer ones are off by up to 1e-5 where all
@@ -194,8 +195,8 @@ class _Sums:
         self.count += size
         if size > BLOCK:
             rows = values[: size // BLOCK * BLOCK].reshape(-1, 1, BLOCK)
-            self.total += float(np.matmul(rows, ones).sum(dtype=np.float64))
-            self.squares += float(np.matmul(rows, rows.reshape(-1, BLOCK, 1)).sum(dtype=np.float64))
+            self.total += math.fsum(np.matmul(rows, ones).ravel().tolist())
+            self.squares += math.fsum(np.matmul(rows, rows.reshape(-1, BLOCK, 1)).ravel().tolist())
             values = values[rows.size :]
         self.total += float(np.dot(values, ones[: values.size]))
         self.squares += float(np.dot(values, values))
@@ -292,13 +293,16 @@ class _Tally:
         """
         if not self.top:
             return 0.0, 0.0
+        sums, shift = self.sums, 0.0
         exponent = math.frexp(self.encoding.magnitude(self.top))[1]
-        sums = _Sums(self.memory, 0.0, exponent if abs(exponent) > 30 else 0)
+        if abs(exponent) <= 30:
+            exponent = 0
+            shift = sums.total / sums.count if sums.count and math.isfinite(sums.total) else 0.0
         for _ in range(4):
-            sums = self._moved_sums(sums.shift, sums.exponent)
+            sums = self._moved_sums(self._rounded(shift), exponent)
             if sums.usable() or not sums.total:
                 break
-            sums.shift = self._rounded(sums.shift + sums.total / sums.count)
+            shift = sums.shift + sums.total / sums.count
         return sums.moments()
 
     def _moved_sums(self, shift: float, exponent: int) -> _Sums:

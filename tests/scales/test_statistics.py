@@ -116,12 +116,12 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "expanded from one": lambda: torch.tensor(0.3).expand(4, 6),
     "overlapping": lambda: seeded(100).unfold(0, 10, 3),
     "more than a chunk": lambda: seeded(3, 70_001),
-    "chunks with zeros and NaN": lambda: sprinkled(seeded(200_000).relu(), NAN),
-    "chunks near 1": lambda: 1 + 0.1 * seeded(200_000),
-    "chunks alike but for the sign": lambda: 0.1 * seeded(200_000).sign(),
-    "chunks of every binade": lambda: octaves(200_000),
-    "chunks over and over": lambda: sprinkled(seeded(200_000), 0) * 10 ** (5 * seeded(200_000)),
-    "a chunk of zeros, then not": lambda: torch.cat([torch.zeros(70_000), seeded(70_000)]),
+    "chunks with zeros and NaN": lambda: sprinkled(seeded(300_000).relu(), NAN),
+    "chunks near 1": lambda: 1 + 0.1 * seeded(300_000),
+    "chunks alike but for the sign": lambda: 0.1 * seeded(300_000).sign(),
+    "chunks of every binade": lambda: octaves(300_000),
+    "chunks over and over": lambda: sprinkled(seeded(300_000), 0) * 10 ** (5 * seeded(300_000)),
+    "a chunk of zeros, then not": lambda: torch.cat([torch.zeros(140_000), seeded(140_000)]),
     "chunks with gaps": lambda: seeded(400, 3, 300)[:, 1:, ::2],
     "chunks with gaps in one row": lambda: seeded(1, 300_000)[:, ::2],
     "chunks transposed": lambda: seeded(300, 700).t(),
@@ -205,12 +205,12 @@ def test_flushed_subnormals_are_still_told_from_zeros():
         pytest.skip("this processor does not flush")
     try:
         found = statistics_of(torch.tensor([1, 2**20, 2**22, 0], dtype=torch.int32).view(torch.float32))
-        many = statistics_of(torch.full((70_000,), 2**20, dtype=torch.int32).view(torch.float32))
+        many = statistics_of(torch.full((140_000,), 2**20, dtype=torch.int32).view(torch.float32))
     finally:
         torch.set_flush_denormal(False)
     assert (found.zeros, found.amin) == (1, 2**-149)
     assert found.formats["bfloat16"] == (1, 2, 0)
-    assert many.formats["bfloat16"] == (0, 70_000, 0)
+    assert many.formats["bfloat16"] == (0, 140_000, 0)
 
 
 def test_second_moments_that_fp16_would_lose_are_counted(workspace):
@@ -297,7 +297,7 @@ def test_scaled_gradients_keep_the_counts_of_what_was_there():
 
 
 def test_measuring_leaves_no_trace_on_the_tensor(workspace):
-    leaf = seeded(70_000).requires_grad_()
+    leaf = seeded(140_000).requires_grad_()
     for tensor in (leaf, leaf * 2, torch.nn.Parameter(seeded(5)), (leaf * 2).bfloat16()):
         version, node, bits = tensor._version, tensor.grad_fn, tensor.detach().clone()
         state = torch.get_rng_state()
@@ -327,7 +327,7 @@ def test_a_measurement_is_of_the_values_at_that_time(workspace):
 
 def test_inference_tensors_and_one_workspace_in_and_out_of_inference_mode(workspace):
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
-        for size in (10, 70_000):
+        for size in (10, 140_000):
             with torch.inference_mode():
                 inside = seeded(size).to(dtype)
                 found = statistics_of(inside, workspace)
@@ -409,12 +409,12 @@ def test_device_chunks_make_up_the_whole(monkeypatch, workspace):
 def test_gather_keeps_the_order_of_mixed_measurements():
     on_host, as_device = Workspace(), Workspace()
     as_device.memory = None
-    tensors = [seeded(size) + size for size in (3, 0, 5, 70_000, 1)]
+    tensors = [seeded(size) + size for size in (3, 0, 5, 140_000, 1)]
     measured = [
         measure(x, ALL, only_std=bool(index % 2), workspace=(on_host, as_device)[index % 3 > 0])
         for index, x in enumerate(tensors)
     ]
-    assert [found.numel for found in gather(measured)] == [3, 0, 5, 70_000, 1]
+    assert [found.numel for found in gather(measured)] == [3, 0, 5, 140_000, 1]
     assert [found.mean for found in gather(measured)] == pytest.approx(
         [float(x.double().mean()) if len(x) else 0.0 for x in tensors]
     )
