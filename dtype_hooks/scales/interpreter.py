@@ -91,7 +91,7 @@ class ScaleTrackingInterpreter(fx.Interpreter):
         if not _has_scale(value):
             return value
         pair = self.scales[n.name] = ScalePair(forward=_std(value))
-        if not (value.requires_grad and torch.is_grad_enabled()):
+        if not value.requires_grad or torch.is_inference_mode_enabled():
             return value
         return self._follow(value, pair, n)
 
@@ -110,7 +110,10 @@ class ScaleTrackingInterpreter(fx.Interpreter):
         """
         unchanged = self._followed.get(value) == value._version
         if value.is_leaf or unchanged or node.op in ("placeholder", "get_attr"):
-            value = torch.ops.aten.alias.default(value)
+            with (
+                torch.enable_grad()
+            ):  # an alias made under no_grad would be cut off, although it says requires_grad
+                value = torch.ops.aten.alias.default(value)
         self._followed[value] = value._version
         value.register_hook(_recorder(pair, value.numel(), bool(node.users)))
         return value

@@ -62,7 +62,6 @@ _VIEWS = {
     ),
     *("unsqueeze", "view", "view_as"),
 }
-# Reading these is the same in every region.
 _READS = {"size", "dim", "numel", "ndimension", "stride", "is_floating_point", "is_complex", getattr}
 
 
@@ -217,10 +216,10 @@ class DeepTracer(fx.Tracer):
         finally:
             self._entered.pop()
 
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind.startswith("call_") and target not in _READS:
+    def create_node(self, kind: str, target: Any, args: tuple[Any, ...], *rest: Any, **more: Any) -> fx.Node:
+        if kind.startswith("call_") and not _only_reads(target, args):
             self._note_regions()
-        return super().create_node(kind, target, *args, **kwargs)
+        return super().create_node(kind, target, args, *rest, **more)
 
     def create_arg(self, a: Any) -> Any:
         """As ``fx.Tracer`` does; a function that is passed as an argument becomes a placeholder."""
@@ -298,6 +297,12 @@ def _bypassed(module: nn.Module) -> list[str]:
     if "forward" in vars(module) or any(isinstance(value, StandIn) for value in vars(module).values()):
         found.append("an overridden method")
     return found
+
+
+def _only_reads(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op is ``x.size()``, ``x.shape[0]`` or the like, which is the same in every region."""
+    of_read = target is operator.getitem and isinstance(args[0], fx.Node) and args[0].target in _READS
+    return target in _READS or of_read
 
 
 def _aliases(node: fx.Node) -> set[fx.Node]:

@@ -9,6 +9,8 @@ import math
 import re
 import sys
 import warnings
+from fractions import Fraction
+from types import ModuleType
 
 import pytest
 import torch
@@ -220,6 +222,17 @@ def apply_to(function, value):
     return function(value)
 
 
+def test_classes_of_wrapped_modules_stay_classes():
+    class Checks(nn.Module):
+        def forward(self, x):
+            return x * 2 if isinstance(x, Fraction | nn.Module) else x * 3
+
+    module = ModuleType("of_someone")
+    module.Fraction = Fraction
+    code = analysed(Checks(), torch.tensor([1.0, 2.0], requires_grad=True), autowrap_modules=(module,))
+    assert "x * 3" in code
+
+
 def test_functions_of_wrapped_modules_and_wrapped_functions_stay_one_line():
     class Rooted(nn.Module):
         def forward(self, x):
@@ -379,6 +392,20 @@ def test_output_that_is_not_one_tensor(function, name):
         analyse_module(Returns(function), torch.ones(2))
 
 
+@pytest.mark.parametrize("recurse", [True, False])
+def test_call_that_fx_cannot_write_down_is_named(recurse):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.norm(x, object())
+
+    with pytest.raises(TraceError, match=r"'norm' \(BatchNorm1d\), which torch.fx cannot trace \(\w+Error: "):
+        analyse_module(Odd(), torch.ones(3, 2), recurse_modules=recurse)
+
+
 def test_missing_backward_is_asked_for():
     message = r"^analyse_module.backward: got None for an output of shape \(3, 2\); expected its gradient.*track_scales"
     with pytest.raises(ConfigError, match=message):
@@ -536,9 +563,10 @@ def test_regions_without_ops_are_not_worth_a_warning():
     class Sizes(nn.Module):
         def forward(self, x):
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                size = x.shape
+                size = x.shape[:1]
+                width = x.size(0)
             with torch.autocast("cpu", enabled=False):
-                return x * 2 + size[0]
+                return x * 2 + size[0] + width
 
     analysed(Outer(Sizes()), row())
 
@@ -608,6 +636,24 @@ def test_overridden_child_computes_in_its_dtype():
         model(x).backward(backward)
     assert "'1' (an overridden method)" in texts[0]
     assert figures(code, "input_1").endswith(f"<- {x.grad.std().item():.3})")
+
+
+def test_override_of_another_method_than_forward_counts_too():
+    class Attends(Inner):
+        def attend(self, x):
+            return x * self.weight
+
+        def forward(self, x):
+            return self.attend(x)
+
+    model = Outer(Attends())
+    with (
+        override_dtype(model, "inner", dtype="bfloat16", methods_to_override=["attend"]),
+        one_warning() as texts,
+    ):
+        code = analysed(model, row())
+        assert code.splitlines()[0].endswith(f"<- {eager_std(model)})")
+    assert "'inner' (an overridden method)" in texts[0]
 
 
 def test_overridden_module_itself_is_named():
@@ -680,3 +726,19 @@ def test_scripted_child_is_one_line():
         model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.ReLU())
     code = analysed(model, torch.ones(2, 3, requires_grad=True))
     assert re.findall(r"^    (\w+) = ", code, flags=re.MULTILINE) == ["input_1", "_0", "relu"]
+
+
+def test_a_second_trace_starts_from_the_module_as_it_was():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner(no_grad)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.inner(x) * (self.calls + 1)
+
+    with one_warning():
+        code = analysed(Counts(), row(), backward=torch.ones(3))
+    assert figures(code, "mul") == f"(-> {Counts()(row()).std().item():.3}, <- 0.0)"

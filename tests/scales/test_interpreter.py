@@ -135,6 +135,26 @@ def test_no_gradients_are_followed_under_no_grad():
     assert scales["mul"] == ScalePair(pytest.approx(std([2.0, 4.0])), None)
 
 
+def test_a_value_that_a_no_grad_section_of_the_graph_reads_keeps_its_gradient():
+    graph = fx.Graph()
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    x = graph.placeholder("x")
+    norm = graph.call_function(torch.sum, (x,))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    graph.output(graph.call_function(torch.mul, (x, norm)))
+    interpreter, x = ScaleTrackingInterpreter(fx.GraphModule(nn.Module(), graph)), leaf(1.0, 2.0)
+    interpreter.run(x).backward(torch.tensor([0.0, 1.0]))
+    assert torch.equal(x.grad, torch.tensor([0.0, 3.0]))
+    assert interpreter.scales["x"].backward == pytest.approx(std([0.0, 3.0]))
+    assert interpreter.scales["sum_1"].backward is None
+
+
+def test_inference_mode_is_recorded_forward():
+    with torch.inference_mode():
+        scales = recorded(lambda x: x * 2, leaf(1.0, 2.0), backward=False)
+    assert scales["x"] == ScalePair(pytest.approx(std([1.0, 2.0])), None)
+
+
 class GivesNoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
