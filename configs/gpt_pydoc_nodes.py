@@ -2,8 +2,7 @@
 # third opts out and runs in float32. Norms and the head stay in float32 as there.
 #
 # autocast_dtype is the model-wide dtype; a block's own comes from its get_autocast_dtype() and disable_autocast, which the
-# model sets from block_dtypes. The log has a table of all nodes. Loss and gradients of this model are large enough for
-# float16 without loss scaling.
+# model sets from block_dtypes. The log has a table of all nodes. One block in float16 is enough for the loss to be scaled.
 _base_ = ["gpt_pydoc.py"]
 
 autocast_dtype = "bfloat16"

@@ -51,15 +51,25 @@ class AutocastHook(Hook):
     float32 (master weights) unless ``cast_nodes``. Submodules may have a dtype of their own or stay out: see
     :mod:`dtype_hooks.node_dtype` for what a model can define, and ``exclude``.
 
+    Where a node runs in float16, ``torch.amp.GradScaler`` scales the losses of every optim wrapper: ``backward``, ``step``
+    and the states of each go through one scaler, whose scale is updated once an iteration. Steps on gradients that are not
+    finite are left out and logged with the parameters' names; the LR schedule goes on, as it does with AmpOptimWrapper.
+    Train steps must use ``optim_wrapper.update_params``, or its ``backward`` and ``step``: past these is an error. Between
+    the two, gradients carry the scale.
+
     **Changes the numbers of training**: yes, that is its purpose; ``enabled=False`` changes nothing at all.
 
     **Stages**: resolves every node and installs in ``before_run``; ``before_train``, ``before_val`` and ``before_test`` install
-    as well where that has not happened, and say which phase it is. ``after_train_iter`` checks every ``check_interval``
-    iterations that the regions are in place and puts them back. Regions stay after training.
+    as well where that has not happened, and say which phase it is. ``after_train_iter`` updates the loss scale, and checks every
+    ``check_interval`` iterations that the regions are in place and puts them back. Regions and scaler stay after training.
 
     **With DtypeOverrider**, in either order: the override wins inside its modules.
 
-    **State in checkpoints**: none. **Logged keys**: none.
+    **State in checkpoints**: the loss scaler's, in the optimizer's state under ``loss_scaler``, as AmpOptimWrapper has it.
+
+    **Logged keys**: ``grad_scale``, the loss scale after the iteration, and ``skipped_steps``, how many optimizer steps were
+    left out so far; the last value, not a mean. With ``fused=True`` optimizers both are one iteration late, so that nothing
+    waits for the device.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``...; an index is stripped. None takes that of the parameters.
@@ -77,12 +87,19 @@ class AutocastHook(Hook):
         output_dtype: What predictions are cast to (in val and test, and for ``mode="predict"``); None leaves them. bfloat16
             predictions break ``.numpy()`` in many metrics.
         cast_nodes: Also store each node's parameters and floating buffers in its dtype.
+        loss_scale: ``"auto"`` is dynamic where a node runs in float16 in training, and none otherwise; ``"dynamic"``; a
+            positive number, which stays; a dict of GradScaler's ``init_scale`` (65536), ``growth_factor`` (2),
+            ``backoff_factor`` (0.5) and ``growth_interval`` (2000, in iterations); None for no scaling. After resuming,
+            a number and those factors that are given hold, the rest is the checkpoint's.
+        max_consecutive_skips: In iterations: after so many in a row with a skipped step training stops; 0 is never.
         check_interval: In iterations: how often the regions are looked for and put back; 0 is never.
         verbose: Log a table of the nodes.
 
     Raises:
         ConfigError: When built, for an argument that cannot be used; at the start, for a device or dtype without autocast, a
-            contradiction with the model, or a second owner of autocast.
+            contradiction with the model, or a second owner of autocast or of a loss scaler.
+        LossScaleError: At the start, for trained parameters stored in float16 where losses are scaled; in training, for a
+            backward or an optimizer's step past the optim wrapper, and after ``max_consecutive_skips``.
 
     Example:
         >>> hook = dict(type="AutocastHook", dtype="bfloat16", output_dtype="float32", verbose=True)

@@ -42,7 +42,7 @@ class _OldKey(NamedTuple):
 
 
 _OLD_KEYS = (
-    _OldKey("fp16", "optim_wrapper = dict(type='AmpOptimWrapper', ...) on a GPU"),
+    _OldKey("fp16", "custom_hooks = [dict(type='AutocastHook', dtype='float16')], on any device"),
     _OldKey("optimizer", "optim_wrapper = dict(optimizer=...)", "optim_wrapper"),
     _OldKey(
         "optimizer_config", "optim_wrapper = dict(clip_grad=..., accumulative_counts=...)", "optim_wrapper"

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from dtype_hooks.hooks.checkpoints import allow_mmengine_checkpoints
@@ -86,6 +90,49 @@ def test_each_block_computes_in_the_dtype_that_the_config_names(train):
     assert {name: dtypes[name] for name in names} == {name: wanted[i] for name, i in names.items()}
     assert dtypes["head"] is torch.float32
     assert logged(runner, "bpc")[-1] < logged(runner, "unigram_bpc")[0]
+
+
+@HOOKS.register_module()
+class InfiniteGradient(Hook):
+    """Makes the gradient infinite behind one layer in one iteration, which counts from 1."""
+
+    def __init__(self, iteration: int, layer: str) -> None:
+        self.iteration, self.layer = iteration, layer
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter + 1 == self.iteration:
+            layer = runner.model.get_submodule(self.layer)
+            self.handle = layer.register_forward_hook(
+                lambda module, inputs, output: output.register_hook(lambda g: g * torch.inf) and None
+            )
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        if runner.iter + 1 == self.iteration:
+            self.handle.remove()
+
+
+def test_gpt_in_float16_ends_where_float32_does_through_an_overflow(train):
+    full = train("gpt_pydoc.py", {**SMALL_GPT, "custom_hooks": []}, "full")
+    path = Path(__file__).parents[2] / "configs" / "gpt_pydoc_fp16.py"
+    overflow = {"type": "InfiniteGradient", "iteration": 20, "layer": "blocks.0.norm1"}
+    hooks = [*Config.fromfile(path).custom_hooks, overflow]
+    half = train("gpt_pydoc_fp16.py", {**SMALL_GPT, "custom_hooks": hooks, "log_level": "INFO"}, "half")
+
+    assert logged(half, "bpc")[-1] == pytest.approx(logged(full, "bpc")[-1], rel=0.02)
+    assert logged(half, "skipped_steps")[18:21] == [0, 1, 1]
+    assert logged(half, "grad_scale")[18:21] == [65536, 32768, 32768]
+    (path,) = Path(half.log_dir).glob("*.log")
+    (line,) = [line for line in path.read_text().splitlines() if "step skipped" in line]
+    assert "at iteration 20: step skipped, the gradients of 4 of 29 parameters were not finite" in line
+    names = (
+        "token_embedding.weight",
+        "position_embedding.weight",
+        "blocks.0.norm1.weight",
+        "blocks.0.norm1.bias",
+    )
+    assert f"{', '.join(map(repr, names))}; the scale is now 32768" in line
 
 
 def test_digits_are_told_apart_within_sixty_iterations(train):

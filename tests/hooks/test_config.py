@@ -207,8 +207,8 @@ def test_config_without_hooks_is_unchanged(write):
 @pytest.mark.parametrize(
     ("key", "value", "replacement"),
     [
-        ("fp16", {"loss_scale": "dynamic"}, "optim_wrapper = dict(type='AmpOptimWrapper', ...) on a GPU"),
-        ("fp16", True, "AmpOptimWrapper"),
+        ("fp16", {"loss_scale": "dynamic"}, "custom_hooks = [dict(type='AutocastHook', dtype='float16')]"),
+        ("fp16", True, "AutocastHook"),
         ("optimizer", {"type": "SGD"}, "optim_wrapper = dict(optimizer="),
         ("optimizer_config", {"grad_clip": None}, "optim_wrapper = dict(clip_grad="),
         ("lr_config", {"policy": "step"}, "param_scheduler = "),
