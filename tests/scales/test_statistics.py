@@ -154,6 +154,14 @@ def test_statistics_are_those_of_a_float64_reference(case, workspace):
         assert_row(row, {key: expected[key] for key in row})
 
 
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1000.1, 1e-30])
+def test_a_constant_is_its_own_mean_without_deviation(value):
+    for size in (100, 5000):
+        tensor = torch.full((size,), value)
+        found = statistics_of(tensor)
+        assert (found.mean, found.std) == (tensor[0].item(), 0.0)
+
+
 @pytest.mark.parametrize("scale", [1e200, 1e-200, 1e307, 1e-310])
 def test_float64_keeps_its_range(scale, workspace):
     tensor = seeded(3000).double() * scale
@@ -183,6 +191,15 @@ def test_float32_bounds_and_their_neighbours_are_counted_as_torch_casts_them(wor
         around = torch.stack([value.nextafter(torch.tensor(0.0)), value, value.nextafter(torch.tensor(INF))])
         for part in (*around, around, -around):
             assert_counts_are_those_of_casts(part, workspace)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_and_their_neighbours_are_told_apart_among_many_values(dtype, workspace):
+    at = torch.tensor([b for e in ALL for b in (e.zero_at, e.normal_from, e.overflow_at)], dtype=dtype)
+    around = torch.cat([at, at.nextafter(at * 0), at.nextafter(at * 2)])
+    for rest in (torch.zeros(5000), torch.ones(5000), seeded(5000).relu()):
+        tensor = torch.cat([rest.to(dtype), around[around.isfinite()], -around])
+        assert_row(statistics_of(tensor, workspace).as_row(), reference(tensor))
 
 
 def assert_counts_are_those_of_casts(part: Tensor, workspace: Workspace) -> None:
