@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtype_hooks.core.loss_scaling import LossScale, LossScaler
 from dtype_hooks.core.storage import tensor_names
-from dtype_hooks.errors import ConfigError, LossScaleError
+from dtype_hooks.errors import ConfigError, DtypeHooksError, LossScaleError
 from dtype_hooks.hooks.loss_scaling_wrapper import (
     STATE_KEY,
     ScaledWrapper,
@@ -62,14 +62,13 @@ class LossScaling:
         wrappers = optim_wrappers(runner)
         if not wrappers or not self._wants(runner, set(dtypes)):
             return
-        error = None
+        error: DtypeHooksError | None = None
+        shares = False
         try:
             check_parameters(runner, wrappers)
             shares = self._shares(wrappers, others)
-        except LossScaleError as caught:  # raised again, on all ranks
-            error, shares = caught, False
-        except ConfigError as caught:
-            error, shares = caught, False  # type: ignore[assignment]
+        except DtypeHooksError as caught:  # raised again, on all ranks
+            error = caught
         raise_together(error)
         if not shares:
             self._put_on(runner, wrappers)
