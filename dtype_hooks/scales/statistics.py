@@ -263,8 +263,9 @@ def can_measure(tensor: object) -> bool:
     (merge over the ranks; a replicated one is then counted once per rank, a partial one as the summands it is).
 
     Left out: what is no tensor; integer, bool, complex and quantized dtypes, floats packed two to a byte; sparse, nested
-    and mkldnn layouts; tensors without data (meta, FakeTensor, parameters not yet initialised); other subclasses
-    that redefine what operations do (``__torch_dispatch__``); tensors wrapped by ``torch.func`` transforms.
+    and mkldnn layouts; tensors without data (meta, FakeTensor, parameters not yet initialised, storage that was resized
+    to nothing, as FSDP does); other subclasses that redefine what operations do (``__torch_dispatch__``); tensors wrapped
+    by ``torch.func`` transforms.
     """
     if not isinstance(tensor, Tensor):
         return False
@@ -274,7 +275,7 @@ def can_measure(tensor: object) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        return (plain or _is_dtensor(tensor)) and _has_numbers(tensor)
+        return (plain or _is_dtensor(tensor)) and _has_numbers(_plain(tensor))
 
 
 def _has_numbers(tensor: Tensor) -> bool:
@@ -284,6 +285,7 @@ def _has_numbers(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_nested
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and (tensor.data_ptr() != 0 or not tensor.numel())
     )
 
 
@@ -313,7 +315,8 @@ def measure(
         tensor: Shape (...), floating.
         formats: The number formats to count in (:func:`~dtype_hooks.core.number_formats.resolve_formats`).
         only_std: Look at mean and standard deviation only, which is cheaper.
-        workspace: Memory to use again; a fresh one by default.
+        workspace: Memory to use again, some 2 MiB for each thread with tensors in the host's memory; a fresh one
+            by default. On a device temporaries take up to 200 MB while they are computed.
     """
     workspace = Workspace() if workspace is None else workspace
     if type(tensor) not in _PLAIN:

@@ -41,11 +41,15 @@ def tally(chunk: Tensor, encoding: Encoding, bounds: Tensor, only_std: bool) -> 
 
 
 def _moments(values: Tensor, finite: Tensor, count: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    # Scaled by a power of two so that squares neither overflow nor underflow, in two halves since the
-    # power itself can be out of range.
-    half = torch.frexp(amax).exponent // 2
-    rest = torch.frexp(amax).exponent - half
-    values = torch.ldexp(torch.ldexp(values, -half), -rest)
+    """Mean and standard deviation (divisor n), of values scaled so that squares neither overflow nor underflow."""
+    exponent = torch.frexp(amax).exponent.to(amax.dtype)
+    values = _times_power_of_two(values, -exponent)
     mean = values.sum() / count
     deviation = torch.linalg.vector_norm(torch.where(finite, values - mean, 0)) / count.sqrt()
-    return torch.ldexp(torch.ldexp(mean, half), rest), torch.ldexp(torch.ldexp(deviation, half), rest)
+    return _times_power_of_two(mean, exponent), _times_power_of_two(deviation, exponent)
+
+
+def _times_power_of_two(values: Tensor, exponent: Tensor) -> Tensor:
+    # in two steps, since the power itself can be out of range; torch.ldexp takes it in float32 in some versions
+    half = (exponent / 2).floor()
+    return values * torch.exp2(half) * torch.exp2(exponent - half)

@@ -38,6 +38,12 @@ class Wrapped(Tensor):
         raise NotImplementedError(func)
 
 
+def freed() -> Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def statistics_of(tensor: Tensor) -> TensorStatistics:
     return gather([measure(tensor, DEFAULT_FORMATS)])[0]
 
@@ -55,6 +61,8 @@ LEFT_OUT = {
     "a meta tensor": lambda: torch.ones(2, device="meta"),
     "a fake tensor": lambda: FakeTensorMode().from_tensor(torch.ones(2)),
     "a parameter not yet initialised": lambda: torch.nn.LazyLinear(2).weight,
+    "a tensor whose memory was freed": freed,
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
     "a wrapper subclass": lambda: Wrapped(torch.ones(2)),
     "two floats to a byte": lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     "a number": lambda: 3.0,
