@@ -211,8 +211,11 @@ def _signature(
 
 
 def _body_line(line: str, scales: Mapping[str, ScalePair]) -> str:
-    """One line of the body, without fx's ``;  x = None`` that frees values, with the scales of what it assigns last."""
+    """One line of the body with the scales of what it assigns, without fx's ``;  x = None`` that frees values.
+
+    An in-place operator's line is ``x += y;  iadd = x``.
+    """
     code = re.sub(r";  (\w+ = )+None$", "", line)
-    names = re.findall(r"(?:^\s+|;  )(\w+)(?: : [^=]+)? = ", code)
+    assigned = re.search(r"(?:^\s+|;  )(\w+)(?: : [^=]+)? = ", code)
     code = code.replace(_NAME_OF_UNIT_SCALING, "U.")
-    return f"{code};  {scales[names[-1]]}" if names and names[-1] in scales else code
+    return f"{code};  {scales[assigned[1]]}" if assigned and assigned[1] in scales else code

@@ -372,6 +372,11 @@ def test_untraceable_module_is_named_with_the_way_out(kind):
         analyse_module(kind(), torch.ones(2, 2))
 
 
+def test_the_innermost_untraceable_module_is_named():
+    with pytest.raises(TraceError, match=r"got '0\.1' \(Branches\), which"):
+        analyse_module(nn.Sequential(nn.Sequential(nn.Linear(2, 2), Branches())), torch.ones(2, 2))
+
+
 class Returns(nn.Module):
     def __init__(self, function):
         super().__init__()
