@@ -218,6 +218,8 @@ def choose_labels(names: Sequence[str], capacity: int) -> list[tuple[int, str]]:
         Positions and texts; the first tensor is always among them.
     """
     distance = max(math.ceil(len(names) / max(capacity, 1)), 1)
+    if distance == 1:
+        return list(enumerate(names))
     parts = [name.partition(":")[0].split(".") for name in names]
     chosen: list[int] = []
     reached = 0
@@ -405,8 +407,7 @@ def _draw_map(axes: Axes, rows: Sequence[Row], names: Sequence[str], column: str
     edges, slots = time_cells(samples)
     values = _grid(rows, names, slots, lambda row: row.get(column))
     nans = _grid(rows, names, slots, lambda row: 1.0 if row.get("nans") else None)
-    colours = colormaps["cividis_r" if is_share else "viridis"].copy()
-    colours.set_under("white")
+    colours = colormaps["cividis_r" if is_share else "viridis"].with_extremes(under="white")
     low, high = (0.0, 1.0) if is_share else _range_of_log2(values)
     # the root of a share, so that one in a hundred is seen beside all of them
     norm = PowerNorm(0.5, low, high) if is_share else Normalize(low, high)
