@@ -3,14 +3,15 @@
     python benchmarks/tensor_statistics.py
 
 ``measure(all)`` is everything for the four default formats, ``measure(std)`` mean and standard deviation; ``naive`` computes
-the same from torch's own functions, tensor by tensor, with an ``item()`` each. One thread; the contestants take turns,
-round by round.
+the same from torch's own functions, tensor by tensor, with an ``item()`` each. One thread, CPU time of it; the contestants
+take turns, round by round.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 import timeit
 from collections.abc import Callable
 
@@ -66,7 +67,9 @@ def contestants(x: Tensor, workspace: Workspace) -> dict[str, Callable[[], objec
 
 def ratios(x: Tensor, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Per contestant one ratio to the sum a round."""
-    timers = {name: timeit.Timer(each) for name, each in contestants(x, Workspace()).items()}
+    timers = {
+        name: timeit.Timer(each, timer=time.thread_time) for name, each in contestants(x, Workspace()).items()
+    }
     numbers = {}
     for name, timer in timers.items():
         timer.timeit(1)

@@ -377,8 +377,10 @@ def test_threads_share_a_workspace():
     tensors = [seeded(100_000).bfloat16() * (i + 1) for i in range(8)]
     expected = [reference(tensor) for tensor in tensors]
     found: dict[int, dict] = {}
+    memories = [workspace.memory]
 
     def work(index: int) -> None:
+        memories.append(workspace.memory)
         for _ in range(5):
             found[index] = statistics_of(tensors[index], workspace).as_row()
 
@@ -387,8 +389,23 @@ def test_threads_share_a_workspace():
         thread.start()
     for thread in threads:
         thread.join()
+    assert len({id(memory) for memory in memories}) == 9
     for index, right in enumerate(expected):
         assert_row(found[index], right)
+
+
+def test_one_workspace_serves_different_formats(workspace):
+    for formats in (ALL, DEFAULT_FORMATS[:1], DEFAULT_FORMATS[1:], ALL):
+        found = gather([measure(seeded(3000), formats, workspace=workspace)])[0]
+        assert found.formats == {
+            each.name: statistics_of(seeded(3000)).formats[each.name] for each in formats
+        }
+
+
+def test_what_does_not_exist_is_none(workspace):
+    zeros, lost = statistics_of(torch.zeros(3), workspace), statistics_of(torch.tensor([NAN]), workspace)
+    assert (zeros.amax, zeros.amin, zeros.std) == (0.0, None, 0.0)
+    assert (lost.amax, lost.amin, lost.std, lost.rms) == (None, None, None, None)
 
 
 class Operations(TorchDispatchMode):
