@@ -63,7 +63,7 @@ def edge_report(
     parts += [
         edge_table(rows, name, top, width) for name in (formats_of(rows) if formats is None else formats)
     ]
-    if any("\n" in part for part in parts):
+    if any("| tensor" in part for part in parts):
         parts.append(_filled(LEGEND + _scale_note(rows), width))
     return "\n\n".join(parts) or "no tensors recorded, or no number format asked for"
 

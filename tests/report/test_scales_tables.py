@@ -121,6 +121,7 @@ def test_a_format_that_nothing_comes_near_is_one_sentence():
 
     assert text.startswith("bfloat16: none of 47 tensors near an edge, iteration 300; the closest is")
     assert "|" not in text
+    assert "over, under" not in edge_report(recorded_rows(1), ["bfloat16"])
 
 
 def test_tensors_without_a_finite_nonzero_value_have_no_edge():
