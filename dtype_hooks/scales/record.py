@@ -100,14 +100,13 @@ class Scales:
 
     def statistics(self) -> Iterator[tuple[Entry, str, TensorStatistics]]:
         """Yield ``(entry, "forward" or "backward", statistics)``; one transfer from each device for all of them."""
-        forward = [entry for entry in self.entries if entry.forward is not None]
-        of_forward = dict(
-            zip(map(id, forward), gather([e.forward for e in forward if e.forward is not None]), strict=True)
-        )
-        flat = [(entry, each) for entry in self.entries for each in entry.backward]
+        forward = [(entry, entry.forward) for entry in self.entries if entry.forward is not None]
+        backward = [(entry, each) for entry in self.entries for each in entry.backward]
+        read = iter(gather([each for _, each in (*forward, *backward)]))
+        of_forward = {id(entry): next(read) for entry, _ in forward}
         of_backward: dict[int, TensorStatistics] = {}
-        for (entry, _), each in zip(flat, gather([each for _, each in flat]), strict=True):
-            merged = of_backward.get(id(entry))
+        for entry, _ in backward:
+            each, merged = next(read), of_backward.get(id(entry))
             of_backward[id(entry)] = each if merged is None else merged.merge(each)
         for entry in self.entries:
             if id(entry) in of_forward:
