@@ -8,9 +8,8 @@ any kind of colour vision can tell apart.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from dtype_hooks.core.number_formats import NUMBER_FORMATS, NumberFormat
 from dtype_hooks.errors import MissingDependencyError
+from dtype_hooks.report.scale_axes import choose_labels, execution_order, shorten, thinned, time_cells
 from dtype_hooks.report.scales import at_iteration, magnitude
 from dtype_hooks.report.scales_file import (
     DIRECTIONS,
@@ -47,7 +47,6 @@ LOST, SUBNORMAL, NORMAL = "0.80", "0.91", "#BFD9E8"
 MARGIN_BITS = 24
 """A picture shows a format's edge if it is at most so far from the data."""
 
-MAX_LABEL = 40
 MAX_SAMPLES = 1000
 """A heat map of more samples shows every second, third, ... of them: it has no more pixels."""
 
@@ -78,7 +77,6 @@ def layers_figure(
     figure = _new_figure(width, 8.5)
     ratios = [width - 0.8, 0.26 * max(len(bands), 1)]
     axes = figure.subplots(2, 2, sharex="col", sharey="row", width_ratios=ratios, squeeze=False)
-
     for (panel, rail), direction in zip(axes, ("forward", "backward"), strict=True):
         _draw_panel(panel, select_rows(rows, direction=direction), names, bands[:1])
         _draw_rail(rail, bands)
@@ -189,63 +187,6 @@ def to_rgb(figure: Figure) -> np.ndarray:
 def formats_or_all(rows: Sequence[Row], formats: Sequence[str] | None) -> list[str]:
     """``formats``, by default all that the rows tell of."""
     return formats_of(rows) if formats is None else list(formats)
-
-
-def execution_order(rows: Iterable[Row]) -> list[str]:
-    """The names of all tensors in order of execution.
-
-    Samples need not hold the same: the largest gives the order, and what it lacks comes after what preceded it
-    in its own sample.
-    """
-    samples: dict[int, dict[str, int]] = {}
-    for row in rows:
-        samples.setdefault(iteration(row), {})[row["name"]] = row["order"]
-    order: list[str] = []
-    for sample in sorted(samples.values(), key=len, reverse=True):
-        if not sample.keys() <= set(order):
-            order = _merged(order, sorted(sample, key=sample.__getitem__))
-    return order
-
-
-def choose_labels(names: Sequence[str], capacity: int) -> list[tuple[int, str]]:
-    """Choose which tensors to name where ``capacity`` names fit beside one another, and by what.
-
-    All of them where there is room. Else the first one of each module, beginning with the outermost modules and going
-    inwards, and in the end any, each if there is room for it left between those chosen. Where that ends at some depth of
-    modules the names do as well: ``model.layers.3``.
-
-    Returns:
-        Positions and texts; the first tensor is always among them.
-    """
-    distance = max(math.ceil(len(names) / max(capacity, 1)), 1)
-    if distance == 1:
-        return list(enumerate(names))
-    parts = [name.partition(":")[0].split(".") for name in names]
-    chosen: list[int] = []
-    reached = 0
-    deepest = max(map(len, parts), default=0) + 1
-    for depth in range(1, deepest + 1):
-        prefixes: Sequence[Any] = names if depth == deepest else [each[:depth] for each in parts]
-        new = [_insert_if_free(chosen, at, distance) for at in _run_starts(prefixes)]
-        reached = depth if any(new) else reached
-    return [
-        (at, names[at] if reached == deepest else ".".join(parts[at][:reached]) or names[at]) for at in chosen
-    ]
-
-
-def shorten(name: str, longest: int = MAX_LABEL) -> str:
-    """Shorten a long dotted name, from its first part on, to initials: ``m.l.11.self_attn.q_proj:linear``.
-
-    Numbers stay as they are, since they say which layer it is. What is too long all the same loses its middle.
-    """
-    parts = name.split(".")
-    for at, part in enumerate(parts[:-2]):
-        if len(".".join(parts)) <= longest:
-            break
-        parts[at] = part if part.isdigit() else part[:1]
-    name = ".".join(parts)
-    half = (longest - 1) // 2
-    return name if len(name) <= longest else f"{name[:half]}…{name[half + 1 - longest :]}"
 
 
 def _new_figure(width: float, height: float) -> Figure:
@@ -403,7 +344,7 @@ def _draw_map(axes: Axes, rows: Sequence[Row], names: Sequence[str], column: str
     from matplotlib.colors import ListedColormap, Normalize, PowerNorm
 
     is_share = column.endswith("_underflow")
-    samples = _thinned(iterations(rows), MAX_SAMPLES)
+    samples = thinned(iterations(rows), MAX_SAMPLES)
     edges, slots = time_cells(samples)
     values = _grid(rows, names, slots, lambda row: row.get(column))
     nans = _grid(rows, names, slots, lambda row: 1.0 if row.get("nans") else None)
@@ -425,34 +366,6 @@ def _draw_map(axes: Axes, rows: Sequence[Row], names: Sequence[str], column: str
         bar.set_ticks([0, 0.01, 0.1, 0.25, 0.5, 1], labels=["0", "1%", "10%", "25%", "50%", "100%"])
     axes.set_title(label, loc="left", fontsize=FONT)
     _name_iterations(axes, samples)
-
-
-def time_cells(samples: Sequence[int]) -> tuple[list[float], list[int | None]]:
-    """Lay samples along an axis of iterations.
-
-    Returns:
-        The edges of the cells, and what is in each: an iteration; or None in a gap, where samples are missing, seen by a
-        distance of more than one and a half of those beside it.
-    """
-    steps = [later - earlier for earlier, later in pairwise(samples)]
-    if not steps:
-        return [sample + side for sample in samples for side in (-0.5, 0.5)] or [0.0, 1.0], list(samples) or [
-            None
-        ]
-    edges: list[float] = [samples[0] - steps[0] / 2]
-    slots: list[int | None] = [samples[0]]
-    for at, step in enumerate(steps):
-        before, after = (
-            steps[at - 1 : at] or steps[at + 1 : at + 2],
-            steps[at + 1 : at + 2] or steps[at - 1 : at],
-        )
-        if before and step > 1.5 * max(before + after):
-            edges += [samples[at] + before[0] / 2, samples[at + 1] - after[0] / 2]
-            slots += [None, samples[at + 1]]
-        else:
-            edges.append((samples[at] + samples[at + 1]) / 2)
-            slots.append(samples[at + 1])
-    return [*edges, samples[-1] + (samples[-1] - edges[-1])], slots
 
 
 def _grid(
@@ -511,38 +424,6 @@ def _name_tensors(axis: Axis, names: Sequence[str], inches: float, rotation: int
     axis.set_tick_params(labelsize=SMALL, rotation=rotation, length=2)
     some = "" if len(labels) == len(names) else f", {len(labels)} of them named"
     axis.set_label_text(f"{len(names):,} tensors in order of execution{some}", fontsize=FONT)
-
-
-def _run_starts(keys: Sequence[Any]) -> list[int]:
-    """Where each run of equal keys begins."""
-    return [at for at, key in enumerate(keys) if not at or keys[at - 1] != key]
-
-
-def _insert_if_free(chosen: list[int], at: int, distance: int) -> bool:
-    """Insert a position into sorted ones unless one is closer than ``distance``; tell whether it was."""
-    place = bisect_left(chosen, at)
-    free = all(abs(other - at) >= distance for other in chosen[max(place - 1, 0) : place + 1])
-    if free:
-        chosen.insert(place, at)
-    return free
-
-
-def _thinned(items: Sequence[Any], most: int) -> list[Any]:
-    """Every k-th item, with the least k that leaves ``most`` or fewer."""
-    return list(items[:: max(math.ceil(len(items) / most), 1)])
-
-
-def _merged(order: Sequence[str], names: Sequence[str]) -> list[str]:
-    """``order`` with what it lacks of ``names`` put after what precedes it there."""
-    known = set(order)
-    after: dict[str | None, list[str]] = {}
-    last: str | None = None
-    for name in names:
-        if name in known:
-            last = name
-        else:
-            after.setdefault(last, []).append(name)
-    return [*after.get(None, ()), *(new for name in order for new in (name, *after.get(name, ())))]
 
 
 def _transposed(points: Sequence[Sequence[Any]], columns: int) -> list[Sequence[Any]]:

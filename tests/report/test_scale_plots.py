@@ -14,16 +14,13 @@ from matplotlib.colors import to_hex
 from scale_rows import recorded_rows, scale_row
 
 from dtype_hooks.core.number_formats import DEFAULT_FORMATS, NUMBER_FORMATS
+from dtype_hooks.report.scale_axes import choose_labels, execution_order, shorten, time_cells
 from dtype_hooks.report.scale_plots import (
     VERMILLION,
-    choose_labels,
-    execution_order,
     history_figure,
     layers_figure,
     save_plots,
     save_png,
-    shorten,
-    time_cells,
     to_rgb,
 )
 
