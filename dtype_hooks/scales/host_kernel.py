@@ -37,10 +37,13 @@ BLOCK = 2048
 """Longest dot product that is taken in one go. float32 accumulators of longer ones are off by up to 1e-5 where all
 products are alike; of this length by 3e-7."""
 
+FEW = 4096
+"""Most codes that are sorted to count them: sorting that many costs half of looking through them for one bound after the
+other (numpy's vectorised sort)."""
+
 ILL_CONDITIONED = 2.0
 """A sum of squares is replaced by one of deviations where mean^2 is above this many times the variance: rounding
 errors of 3e-7 are magnified by 1 + this."""
-
 
 SPARSE = 32
 """Where fewer than one element in this many is at or below a bound, the lower bounds are counted among those alone: picking
@@ -98,7 +101,7 @@ def tally(tensor: Tensor, encoding: Encoding, memory: Memory, only_std: bool) ->
         in the tensor.
     """
     source = _Source(tensor, encoding, memory)
-    few = source.lent is not None and source.lent.size <= BLOCK
+    few = source.lent is not None and source.lent.size <= FEW
     # whatever the caller wants numpy to do about overflows is meant for the caller's numbers
     with np.errstate(all="ignore"):
         row = None
@@ -279,7 +282,7 @@ class _Tally:
     def _count(self, bits: Array) -> None:
         _, codes = self.memory.take("codes", self.encoding.integer, bits.size)
         np.bitwise_and(bits.view(codes.dtype), self.encoding.mask, out=codes)
-        look = _sort_out if codes.size <= BLOCK else _count_between
+        look = _sort_out if codes.size <= FEW else _count_between
         counts, low, top = look(codes, self.encoding, self.memory)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
         self.low, self.top = min(self.low, low), max(self.top, top)
@@ -376,7 +379,7 @@ def _at_most(codes: Array, bound: int, memory: Memory) -> int:
 def _at_most_each(codes: Array, bounds: list[int], memory: Memory) -> list[int]:
     """How many codes are at or below each of the ascending bounds."""
     counts: list[int] = []
-    while bounds and codes.size > BLOCK:
+    while bounds and codes.size > FEW:
         _, mask = memory.take("mask", torch.bool, codes.size)
         np.less_equal(codes, bounds.pop(), out=mask)
         counts.insert(0, int(np.count_nonzero(mask)))
