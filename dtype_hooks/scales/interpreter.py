@@ -112,7 +112,7 @@ class ScaleTrackingInterpreter(fx.Interpreter):
         if value.is_leaf or unchanged or node.op in ("placeholder", "get_attr"):
             with (
                 torch.enable_grad()
-            ):  # an alias made under no_grad would be cut off, although it says requires_grad
+            ):  # an alias made under no_grad is cut off, although it says requires_grad
                 value = torch.ops.aten.alias.default(value)
         self._followed[value] = value._version
         value.register_hook(_recorder(pair, value.numel(), bool(node.users)))

@@ -747,3 +747,27 @@ def test_a_second_trace_starts_from_the_module_as_it_was():
     with one_warning():
         code = analysed(Counts(), row(), backward=torch.ones(3))
     assert figures(code, "mul") == f"(-> {Counts()(row()).std().item():.3}, <- 0.0)"
+
+
+def test_a_constant_that_needs_a_gradient_is_followed():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = [torch.tensor([1.0, 2.0], requires_grad=True)]
+            self.plain = torch.tensor([1.0, 4.0], requires_grad=True)
+
+        def forward(self, x):
+            return x * self.scale[0] * self.plain.exp()
+
+    code = analyse_module(Constant(), torch.tensor([1.0, 3.0]), torch.ones(2), syntax_highlight=False)
+    assert "n/a)" not in code.split("\n", 1)[1]
+
+
+def test_an_argument_whose_name_is_taken_has_its_figures_in_the_body():
+    class Shadows(nn.Module):
+        def forward(self, max, x):
+            return x * max
+
+    code = analysed(Shadows(), torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([1.0, 3.0]))
+    assert code.splitlines()[0] == "def forward(self, max, x):  (-> 1.41, <- n/a)"
+    assert figures(code, "max_1") == "(-> 0.707, <- 2.12)"
