@@ -110,9 +110,8 @@ class ScaleTrackingInterpreter(fx.Interpreter):
         """
         unchanged = self._followed.get(value) == value._version
         if value.is_leaf or unchanged or node.op in ("placeholder", "get_attr"):
-            with (
-                torch.enable_grad()
-            ):  # an alias made under no_grad is cut off, although it says requires_grad
+            # One made under no_grad would be cut off from the graph, although it says requires_grad.
+            with torch.enable_grad():
                 value = torch.ops.aten.alias.default(value)
         self._followed[value] = value._version
         value.register_hook(_recorder(pair, value.numel(), bool(node.users)))

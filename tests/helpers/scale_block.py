@@ -21,7 +21,7 @@ class Block(nn.Module):
     def forward(self, x, mask):
         h = self.norm(x)
         h = torch.nn.functional.gelu(self.up(h))
-        h, unused = self.down(h).chunk(2, 1)
+        h, _unused = self.down(h).chunk(2, 1)
         y = torch.cat([h, h * mask], 1)
         return (x + y).cos()
 
