@@ -141,8 +141,8 @@ def test_a_resumed_run_takes_over_from_its_first_sample_on():
     ]
 
 
-def test_a_file_that_was_resumed_into_has_no_doubles():
-    rows = [at(100), at(200), at(300), at(200, std=2.0), at(300, std=2.0)]
+def test_a_file_that_was_resumed_into_has_no_doubles_and_nothing_that_was_thrown_away():
+    rows = [at(100), at(200), at(300), at(400), at(200, std=2.0), at(300, std=2.0)]
 
     assert seen(join([rows])) == [(100, "a:add", 1.0), (200, "a:add", 2.0), (300, "a:add", 2.0)]
 
