@@ -225,24 +225,25 @@ def _values(gradient: Any) -> Tensor:
 
 
 class HostCopy:
-    """A tensor on its way to the host, read later: what has been computed meanwhile is not waited for.
+    """A tensor that the host will or may read later.
 
-    On CUDA the copy goes to pinned memory and :meth:`read` waits for it alone. On other accelerators reading may
-    synchronise, on the CPU there is nothing to wait for.
+    Args:
+        tensor: Not changed in place by anybody afterwards.
+        ahead: Let the values travel now, so that :meth:`read` will not wait for what has been computed meanwhile. On CUDA
+            they go to pinned memory. On other accelerators, and without ``ahead``, reading synchronises.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, ahead: bool = True) -> None:
         self._event: Any = None
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
+        self._values = tensor
+        if ahead and tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = tensor.clone()
 
     def read(self) -> list:
         """The values."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.tolist()
+        return self._values.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ class Step:
 
     Attributes:
         parameters: Those that had a gradient.
-        flags: Which of these gradients were not finite, and last whether any was on any rank; on their way to the host.
+        flags: Which of these gradients were not finite, and last whether any was on any rank.
         skipped: Whether the scaler left the optimizer's step out; None where only the device knows.
     """
 
@@ -211,8 +212,9 @@ class ScaledWrapper:
         self.shared.wrappers.append(self)
         optimizer: Optimizer = self.wrapper.optimizer
         self._handles = [optimizer.register_step_pre_hook(self._refuse_step_past_us)]
+        watch = Watch(self)
         self._handles += [
-            p.register_post_accumulate_grad_hook(self._note_unscaled)
+            p.register_post_accumulate_grad_hook(watch)
             for group in optimizer.param_groups
             for p in group["params"]
             if p.requires_grad and p.is_leaf
@@ -257,9 +259,8 @@ class ScaledWrapper:
         flags = torch.cat([non_finite_flags(parameters).to(found.device), found[None] > 0])
         with RoutedStep(optimizer, scaler) as self._routed:
             result = self.methods["step"].original(*args, **kwargs)
-        self._end(
-            Step(parameters, HostCopy(flags), None if scales_itself(optimizer) else not self._routed.ran)
-        )
+        late = scales_itself(optimizer)
+        self._end(Step(parameters, HostCopy(flags, late), None if late else not self._routed.ran))
         return result
 
     def _end(self, step: Step) -> None:
@@ -286,7 +287,8 @@ class ScaledWrapper:
             multiply_gradients(with_gradients(self.wrapper.optimizer), self.shared.scaler.current)
             self.carries_scale = True
 
-    def _note_unscaled(self, parameter: Tensor) -> None:
+    def note_gradient(self, parameter: Tensor) -> None:
+        """A gradient has come; one that no backward of ours has brought is remembered."""
         if not self.shared.in_backward:
             self._unscaled[id(parameter)] = (parameter, parameter.grad)
 
@@ -314,6 +316,21 @@ class ScaledWrapper:
                 "AutocastHook.loss_scale: got optimizer.step() on gradients that carry the loss scale; expected "
                 "optim_wrapper.step(), which takes it off. Call that, or set loss_scale=None."
             )
+
+
+class Watch:
+    """On each parameter: tells a :class:`ScaledWrapper` that a gradient has come.
+
+    Refers to it weakly: the garbage collector does not see what hooks on a tensor hold, a cycle would stay for ever.
+    """
+
+    def __init__(self, scaled: ScaledWrapper) -> None:
+        self._scaled = weakref.ref(scaled)
+
+    def __call__(self, parameter: Tensor) -> None:
+        scaled = self._scaled()
+        if scaled is not None:
+            scaled.note_gradient(parameter)
 
 
 class ScaledMethod:

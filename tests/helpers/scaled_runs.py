@@ -41,6 +41,7 @@ class Net(AutocastNet):
         self.update = update
         self.written = written  # autocast in the model itself
         self.infinite: dict[int, str] = {}
+        self.planted = torch.inf
         self.calls = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ class Net(AutocastNet):
         if self.training:
             self.calls += 1
             if self.calls in self.infinite:
-                loss = loss + torch.inf * self.get_parameter(self.infinite[self.calls]).sum()
+                loss = loss + self.planted * self.get_parameter(self.infinite[self.calls]).sum()
         return {"loss": loss} if mode == "loss" else [loss]
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Any:
