@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtype_hooks.scales.operations import LEFT_OUT, inside_of, is_setter, operation_name
+from dtype_hooks.scales.operations import DESCENDED, LEFT_OUT, inside_of, is_setter, operation_name
 
 if TYPE_CHECKING:
     from dtype_hooks.scales.recorder import Recorder
@@ -28,10 +28,9 @@ class FunctionMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inside = inside_of(func)
-        if inside is not None:
+        if func is DESCENDED:
             with self:
-                return inside(*args, **kwargs)
+                return inside_of(func)(*args, **kwargs)
         outputs = func(*args, **kwargs)
         if isinstance(outputs, _MAY_HOLD_TENSORS):
             if type(outputs) is not torch.Size and self._recorder.is_listening:

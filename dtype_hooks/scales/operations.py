@@ -19,6 +19,9 @@ SAME_VALUES = frozenset(
 )
 """Functions whose result has the elements of their first argument in some order, when numel and dtype agree."""
 
+SAME_GRADIENT = SAME_VALUES | {"add", "add_", "iadd", "radd"}
+"""Functions whose backward may hand the gradient's own memory on to what they were called with."""
+
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 )
@@ -28,7 +31,9 @@ _NO_NEW_TENSOR = frozenset(
 LEFT_OUT = _UNINITIALISED | _NO_NEW_TENSOR
 """Functions whose result is memory that nobody has written yet, or no new value."""
 
-_DESCENDED = (F.multi_head_attention_forward,)
+DESCENDED = F.multi_head_attention_forward
+"""A function that is looked into: it hands itself over as a whole, and its softmax would not be seen."""
+
 _SETTERS = frozenset({"__setitem__"})
 
 
@@ -42,15 +47,12 @@ def operation_name(func: Callable[..., Any]) -> str:
     return name
 
 
-def inside_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """``func`` without its own hand-over to ``__torch_function__``, where it is one to look into; else None.
+def inside_of(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` without its own hand-over to ``__torch_function__``.
 
-    ``F.multi_head_attention_forward`` hands itself over as a whole. The copy made here finds another
-    ``has_torch_function`` in its globals and runs its body, whose functions are seen one by one; torch's own
-    module is not touched.
+    The copy made here finds another ``has_torch_function`` in its globals and runs its body, whose functions are seen one
+    by one; torch's own module is not touched.
     """
-    if func not in _DESCENDED:
-        return None
     code_globals = {**func.__globals__, "has_torch_function": _nobody}
     inside = FunctionType(func.__code__, code_globals, func.__name__, func.__defaults__, func.__closure__)
     inside.__kwdefaults__ = func.__kwdefaults__

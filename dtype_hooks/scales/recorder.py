@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,8 +19,9 @@ from dtype_hooks.errors import ConfigError
 from dtype_hooks.scales.known import KnownGradient, KnownTensors
 from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave
 from dtype_hooks.scales.module_calls import watch_calls
-from dtype_hooks.scales.operations import SAME_VALUES, tensors_among, tensors_in
+from dtype_hooks.scales.operations import SAME_GRADIENT, SAME_VALUES, tensors_among, tensors_in
 from dtype_hooks.scales.places import Place, Places
+from dtype_hooks.scales.recompute import Call, Recomputes, backward_node, in_backward
 from dtype_hooks.scales.record import Entry, Scales
 from dtype_hooks.scales.statistics import Measurement, Workspace, can_measure, measure
 from dtype_hooks.scales.undisturbed import undisturbed
@@ -117,6 +116,10 @@ class _Thread(threading.local):
     place: Place | None = None
     busy = False
     recomputing = False
+    paused: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.known = KnownGradient()
 
 
 class Recorder:
@@ -147,14 +150,12 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._leaves: list[torch.Tensor] = []
         self._of_parameters: list[tuple[Entry, torch.Tensor, tuple]] = []
-        self._calls: dict[tuple[str, str], list[dict[str, Entry]]] = {}
-        self._segments: list[tuple[int, int]] = []
-        self._recomputes: dict[tuple[int, int], dict[tuple[str, str], int]] = {}
+        self._calls: dict[tuple[str, str], list[Call]] = {}
+        self._recomputes = Recomputes()
         self._workspace = Workspace()
         self._gradients = 0
         self._node_modules: dict[int, str] = {}
         self._known = KnownTensors()
-        self._known_gradient = KnownGradient()
         self._region = ExitStack()
         self._open = False
 
@@ -202,7 +203,7 @@ class Recorder:
         self._leaves.clear()
         self._of_parameters.clear()
         self._known.clear()
-        self._known_gradient.clear()
+        self._thread.known.clear()
         self._places = {}
 
     # What the modes and patches call
@@ -215,7 +216,7 @@ class Recorder:
         outer = thread.place
         thread.place = place
         try:
-            if torch._C._current_graph_task_id() != -1 and not thread.recomputing:
+            if in_backward() and not thread.recomputing:
                 return self._recompute(original, args, kwargs)
             if not place.name:
                 self._record_inputs(args, kwargs)
@@ -227,7 +228,7 @@ class Recorder:
 
     def _recompute(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """A module is called inside a backward: by activation checkpointing, of either kind or written by hand."""
-        if self._segment() is None:  # the forward ran with gradients: its tensors have their hooks
+        if self._recomputes.start() is None:  # the forward ran with gradients: its tensors have their hooks
             self._thread.busy, busy = True, self._thread.busy
             try:
                 return original(*args, **kwargs)
@@ -278,7 +279,7 @@ class Recorder:
     def _record(
         self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], args: tuple, kwargs: dict
     ) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             self._record_again(module, op, tensors)
             return
         inputs = self._inputs(args, kwargs)
@@ -286,7 +287,7 @@ class Recorder:
         measured = [self._known.statistics(source, tensor) or self._measured(tensor) for _, tensor in tensors]
         with self._lock:
             calls = self._calls.setdefault((module, op), [])
-            call: dict[str, Entry] = {}
+            call: Call = {}
             calls.append(call)
             for (label, tensor), each in zip(tensors, measured, strict=True):
                 entry = self._new(tensor, module, op, len(calls) - 1, label, "activation", each, inputs)
@@ -295,7 +296,7 @@ class Recorder:
         for label, tensor in tensors:
             self._hook(tensor, call[label])
         if not torch.is_grad_enabled():
-            self._mark_segment(min(entry.order for entry in call.values()))
+            self._recomputes.mark(min(entry.order for entry in call.values()))
 
     def _new(
         self,
@@ -317,59 +318,28 @@ class Recorder:
 
     def _record_again(self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """A function of a recompute: its tensors' gradients belong to the records that the forward made."""
-        call = self._recomputed_call(module, op)
+        call = self._recomputes.find((module, op), self._calls.get((module, op), []))
         if call is None:
             return
         for label, tensor in tensors:
             if label in call:
                 self._hook(tensor, call[label])
         if not torch.is_grad_enabled():
-            self._mark_segment(min(entry.order for entry in call.values()))
-
-    def _recomputed_call(self, module: str, op: str) -> dict[str, Entry] | None:
-        start = self._segment()
-        if start is None:
-            return None
-        with self._lock:
-            counts = self._recomputes.setdefault(_backward_node(), {})
-            nth = counts.get((module, op), 0)
-            counts[module, op] = nth + 1
-            calls = self._calls.get((module, op), [])
-            first = bisect_left(calls, start, key=lambda call: next(iter(call.values())).order)
-        return calls[first + nth] if first + nth < len(calls) else None
-
-    def _mark_segment(self, order: int) -> None:
-        """Remember when, in numbers of autograd nodes, the record ``order`` was made without gradients.
-
-        A function that recomputes (``CheckpointFunction``) has its node made before its forward runs under no_grad. In
-        the backward that node is the current one: what it redoes begins with the first such record after it.
-        """
-        number = torch._C._autograd._get_sequence_nr()
-        with self._lock:
-            at = bisect_left(self._segments, number, key=itemgetter(0))
-            if at == len(self._segments) or self._segments[at][0] != number:
-                self._segments.insert(at, (number, order))
-
-    def _segment(self) -> int | None:
-        """``order`` of the first record of what the autograd node that runs here recomputes."""
-        if not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
-            return None
-        at = bisect_left(self._segments, _backward_node()[1] + 1, key=itemgetter(0))
-        return self._segments[at][1] if at < len(self._segments) else None
+            self._recomputes.mark(min(entry.order for entry in call.values()))
 
     def saw_kernel(self, op: str, outputs: Any) -> None:
         """A kernel below the functions has returned ``outputs``, in the forward or in the backward."""
         if self._thread.busy or not self._open:
             return
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and self._thread.recomputing:  # the forward has shown it
+        backward = in_backward()
+        if backward and self._thread.recomputing:  # the forward has shown it
             return
-        module = self._module_of_node() if in_backward else self._module_of_kernel()
+        module = self._module_of_node() if backward else self._module_of_kernel()
         if module is None:
             return
         tensors = [(label, tensor) for label, tensor in tensors_in(outputs) if can_measure(tensor)]
         if tensors:
-            self._record_kernel(module, op, tensors, in_backward)
+            self._record_kernel(module, op, tensors, backward)
 
     def _module_of_kernel(self) -> str | None:
         place = self._thread.place
@@ -382,21 +352,21 @@ class Recorder:
         return place.name
 
     def _module_of_node(self) -> str | None:
-        return self._node_modules.get(_backward_node()[1])
+        return self._node_modules.get(backward_node()[1])
 
     def _record_kernel(
-        self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], in_backward: bool
+        self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], backward: bool
     ) -> None:
         measured = [self._measured(tensor) for _, tensor in tensors]
         with self._lock:
-            calls = self._calls.setdefault((module, f"{op} backward" if in_backward else op), [])
-            call: dict[str, Entry] = {}
+            calls = self._calls.setdefault((module, f"{op} backward" if backward else op), [])
+            call: Call = {}
             calls.append(call)
             for (label, tensor), each in zip(tensors, measured, strict=True):
                 entry = self._new(
-                    tensor, module, op, len(calls) - 1, label, "kernel", None if in_backward else each
+                    tensor, module, op, len(calls) - 1, label, "kernel", None if backward else each
                 )
-                if in_backward:
+                if backward:
                     entry.backward.append(each)
                 call[label] = entry
 
@@ -406,9 +376,7 @@ class Recorder:
         thread = self._thread
         thread.busy, busy = True, thread.busy
         try:
-            return undisturbed(
-                tensor.device.type, measure, tensor, self.scales.formats, self._only_std, self._workspace
-            )
+            return undisturbed(tensor, measure, self.scales.formats, self._only_std, self._workspace)
         finally:
             thread.busy = busy
 
@@ -417,14 +385,22 @@ class Recorder:
             return
         if tensor.is_leaf and tensor._backward_hooks is None:
             self._leaves.append(tensor)
+        hook = partial(self._pass_on if entry.op in SAME_GRADIENT else self._gradient, entry)
         with torch._C.DisableTorchFunction():
-            self._handles.append(tensor.register_hook(partial(self._gradient, entry)))
+            self._handles.append(tensor.register_hook(hook))
 
     def _gradient(self, entry: Entry, gradient: torch.Tensor) -> None:
-        if not self._open or not can_measure(gradient):
-            return
-        measured = self._known_gradient.of(gradient) or self._measured(gradient)
-        self._known_gradient.set(gradient, measured)
+        if self._open and can_measure(gradient):
+            self._add_gradient(entry, self._thread.known.of(gradient) or self._measured(gradient))
+
+    def _pass_on(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """As :meth:`_gradient`, for a function whose backward hands the gradient on to what it was called with."""
+        if self._open and can_measure(gradient):
+            measured = self._thread.known.of(gradient) or self._measured(gradient)
+            self._thread.known.set(gradient, measured)
+            self._add_gradient(entry, measured)
+
+    def _add_gradient(self, entry: Entry, measured: Measurement) -> None:
         with self._lock:
             entry.backward.append(measured)
             self._count_gradient(entry)
@@ -465,7 +441,7 @@ class Recorder:
 
     def _after_backward(self) -> None:
         """Read the gradients of parameters: reduced over ranks, and summed where a backward comes in several parts."""
-        if not self._open or torch._C._current_graph_task_id() != -1:  # inside another backward
+        if not self._open or in_backward():  # inside another backward
             return
         for entry, parameter, before in self._of_parameters:
             gradient = parameter.grad
@@ -476,9 +452,3 @@ class Recorder:
 
 def _state_of(gradient: torch.Tensor | None) -> tuple:
     return () if gradient is None else (id(gradient), gradient._version)
-
-
-def _backward_node() -> tuple[int, int]:
-    """``(graph task, sequence number)`` of the autograd node that runs in this thread."""
-    node = torch._C._current_autograd_node()
-    return torch._C._current_graph_task_id(), -1 if node is None else node._sequence_nr()

@@ -12,24 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 Result = TypeVar("Result")
 
 
-def undisturbed(device_type: str, compute: Callable[..., Result], *args: object) -> Result:
-    """``compute(*args)`` without gradients, modes of anybody, and autocast on the device.
+def undisturbed(tensor: torch.Tensor, compute: Callable[..., Result], *args: object) -> Result:
+    """``compute(tensor, *args)`` without gradients, modes of anybody, and autocast on the tensor's device.
 
     Nothing is set that is so already: this runs for every tensor, and a context manager costs as much as a small kernel.
+    On the CPU, where ``compute`` works on a detached tensor's memory, neither gradients nor autocast matter.
     """
-    if (
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.is_autocast_enabled(device_type)
-    ):
-        with _nothing_on(device_type):
-            return compute(*args)
-    enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        return compute(*args)
-    finally:
-        torch._C._set_grad_enabled(enabled)
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or not tensor.is_cpu:
+        with _nothing_on(tensor.device.type):
+            return compute(tensor, *args)
+    return compute(tensor, *args)
 
 
 @contextmanager

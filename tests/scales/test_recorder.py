@@ -184,6 +184,21 @@ class TestWhatIsSeen:
         assert close(rows[":expand"]["std"], torch.arange(5.0)[:, None, None].expand(5, 3, 4))
         assert close(rows[":mul"]["std"], torch.cat([torch.full_like(first, 10.0), of_second]))
 
+    def test_a_sum_hands_its_gradient_to_both_and_each_has_its_own(self):
+        def forward(self: Any, x: Tensor) -> Tensor:
+            left, right = x.exp(), x.sin()
+            y = left + right
+            return (y.reshape(-1) * torch.arange(12.0)).sum() + (left * 5).sum()
+
+        model = Of(forward)
+        with track_scales(model) as scales:
+            model(input_of(3, 4)).backward()
+        rows = named(scales, "backward")
+        weights = torch.arange(12.0)
+        assert rows[":add"]["mean"] == pytest.approx(weights.mean().item())
+        assert rows[":sin"]["mean"] == pytest.approx(weights.mean().item())
+        assert rows[":exp"]["mean"] == pytest.approx(weights.mean().item() + 5)
+
     def test_several_results_dicts_and_nested_ones_are_told_apart(self):
         def forward(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
             top, where = batch["x"].max(dim=0)
@@ -562,13 +577,13 @@ class TestNothingIsLeftBehind:
             with track_scales(model) as scales:
                 of_thread.append(scales)
                 opened.set()
-                go_on.wait()
+                go_on.wait(timeout=20)
                 model(torch.ones(2, 4))
 
         thread = threading.Thread(target=in_a_thread)
         with track_scales(model) as first:
             thread.start()
-            opened.wait()
+            opened.wait(timeout=20)
             model(torch.ones(2, 4))
         assert self.state() != before  # the thread's is open
         go_on.set()

@@ -1,0 +1,65 @@
+"""Which records activation checkpointing makes again when it runs a part of the forward inside the backward."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from operator import itemgetter
+
+import torch
+
+from dtype_hooks.scales.record import Entry
+
+Call = dict[str, Entry]
+"""The entries of one function's call, by label."""
+
+
+class Recomputes:
+    """Matches what is run again to what was recorded without gradients.
+
+    A function that recomputes (``CheckpointFunction``, or one written by hand) has its autograd node made before its forward
+    runs under no_grad. In the backward that node is the current one: what it redoes begins with the first record that
+    was made without gradients after the node. Within one recompute the n-th call of a function is the n-th from there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._marks: list[tuple[int, int]] = []
+        self._counts: dict[tuple[int, int], dict[tuple[str, str], int]] = {}
+
+    def mark(self, order: int) -> None:
+        """The record ``order`` is made, or made again, without gradients after the latest autograd node."""
+        number = torch._C._autograd._get_sequence_nr()
+        with self._lock:
+            at = bisect_left(self._marks, number, key=itemgetter(0))
+            if at == len(self._marks) or self._marks[at][0] != number:
+                self._marks.insert(at, (number, order))
+
+    def start(self) -> int | None:
+        """``order`` of the first record of what the autograd node that runs in this thread recomputes; None if nothing."""
+        if not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+            return None
+        at = bisect_left(self._marks, backward_node()[1] + 1, key=itemgetter(0))
+        return self._marks[at][1] if at < len(self._marks) else None
+
+    def find(self, key: tuple[str, str], calls: list[Call]) -> Call | None:
+        """Of the ``calls`` of a function in a module, the one that runs again now."""
+        start = self.start()
+        if start is None:
+            return None
+        with self._lock:
+            counts = self._counts.setdefault(backward_node(), {})
+            nth = counts[key] = counts.get(key, -1) + 1
+        first = bisect_left(calls, start, key=lambda call: next(iter(call.values())).order)
+        return calls[first + nth] if first + nth < len(calls) else None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_node() -> tuple[int, int]:
+    """``(backward, number)`` of the autograd node that runs in this thread; the number is -1 outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return torch._C._current_graph_task_id(), -1 if node is None else node._sequence_nr()
