@@ -208,19 +208,31 @@ def optim_wrappers(runner: Runner) -> list[Any]:
 
 
 def check_parameters(runner: Runner, wrappers: Sequence[Any]) -> None:
-    """Refuse trained parameters in float16.
+    """Refuse trained parameters whose gradients could not be unscaled, or would be twice.
 
     Raises:
-        LossScaleError: Naming them. Torch's scaler would refuse their gradients in the first iteration.
+        LossScaleError: Naming those that are stored in float16, which torch's scaler would refuse in the first iteration, or
+            that two optim wrappers hold.
     """
-    trained = [p for w in wrappers for group in w.optimizer.param_groups for p in group["params"]]
-    half = [p for p in trained if p.requires_grad and p.dtype is torch.float16]
+    held = [_held(wrapper) for wrapper in wrappers]
+    half = [p for parameters in held for p in parameters.values() if p.dtype is torch.float16]
     if half:
         raise LossScaleError(
             f"{WHERE}: got {len(half)} trained parameters stored in float16 ({_listed(_names(runner, half), NAMED_IN_A_LINE)}), "
             "whose gradients cannot be unscaled; expected float32 ones. Let them only compute in float16, or set "
             "loss_scale=None."
         )
+    twice = [p for i, one in enumerate(held) for key, p in one.items() if any(key in o for o in held[:i])]
+    if twice:
+        raise LossScaleError(
+            f"{WHERE}: got {len(twice)} parameters ({_listed(_names(runner, twice), NAMED_IN_A_LINE)}) in two optim wrappers, each "
+            "of which would unscale their gradients; expected each in one. Set loss_scale=None."
+        )
+
+
+def _held(wrapper: Any) -> dict[int, Tensor]:
+    parameters = (p for group in wrapper.optimizer.param_groups for p in group["params"])
+    return {id(p): p for p in parameters if p.requires_grad}
 
 
 def _names(runner: Runner, parameters: Sequence[Tensor]) -> list[str]:

@@ -31,7 +31,7 @@ HELD_AS = "_dtype_hooks_loss_scaling"
 STATE_KEY = "loss_scaler"
 """AmpOptimWrapper's key in the optimizer's state, and its attribute."""
 
-METHODS = ("backward", "step", "state_dict", "load_state_dict")
+METHODS = ("backward", "step", "zero_grad", "state_dict", "load_state_dict")
 
 
 @dataclass
@@ -270,6 +270,13 @@ class ScaledWrapper:
         else:  # a step of the wrapper that only accumulates
             self.shared.scaler.forget(self.wrapper.optimizer)
             multiply_gradients(with_gradients(self.wrapper.optimizer), self.shared.scaler.current)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """What is gone, or zero, neither carries the scale nor lacks it."""
+        result = self.methods["zero_grad"].original(*args, **kwargs)
+        self._unscaled.clear()
+        self.carries_scale = self.carries_scale and bool(with_gradients(self.wrapper.optimizer))
+        return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The wrapper's own with the scaler's under AmpOptimWrapper's key."""

@@ -25,6 +25,7 @@ from scaled_runs import (
     EverySecondStep,
     LateScheduler,
     OwnMethods,
+    gradients_by_hand,
     in_turns,
     joint,
     scaled_runner,
@@ -434,6 +435,18 @@ class TestWhoScales:
             runner.train()
         assert runner.iter == 0
 
+    def test_a_parameter_in_two_wrappers_is_an_error_at_the_start(self, tmp_path):
+        def shared(model):
+            parts = {
+                name: OptimWrapper(OPTIMIZERS["sgd"](model.head.parameters())) for name in ("stem", "head")
+            }
+            return OptimWrapperDict(**parts)
+
+        with pytest.raises(
+            LossScaleError, match=r"got 2 parameters \('head.weight', 'head.bias'\) in two optim wrappers"
+        ):
+            trained(tmp_path, "dynamic", shared, joint)
+
     def test_parameters_stored_in_bf16_or_frozen_in_float16_are_served(self, tmp_path):
         model = seeded(SmallNet)
         model.stem.half().requires_grad_(False)
@@ -520,16 +533,26 @@ class TestPastTheWrapper:
         with pytest.raises(LossScaleError, match=self.CARRIES):
             trained(tmp_path, EXACT, single("sgd", Past))
 
-    def test_a_backward_for_the_eyes_only_is_none_once_its_gradients_are_gone(self, tmp_path):
+    @pytest.mark.parametrize("how", ["model", "wrapper", "in place"])
+    def test_a_backward_for_the_eyes_only_is_none_once_its_gradients_are_gone(self, tmp_path, how):
         def look(model, batch, w):
             model.loss(batch).backward()
-            model.zero_grad()
+            (model if how == "model" else w).zero_grad(set_to_none=how != "in place")
             loss = model.loss(batch)
             w.update_params(loss)
             return loss
 
         ours = trained(tmp_path, EXACT, single("sgd"), look)
         assert same_bits(weights(ours.model), weights(trained(tmp_path, None, single("sgd"), look).model))
+
+    def test_gradients_set_by_hand_after_others_were_dropped_are_taken_as_they_are(self, tmp_path):
+        def by_hand(model, batch, w):
+            w.backward(model.loss(batch))
+            w.zero_grad()
+            return gradients_by_hand(model, batch, w)
+
+        ours = trained(tmp_path, EXACT, single("sgd"), by_hand)
+        assert same_bits(weights(ours.model), weights(trained(tmp_path, None, single("sgd"), by_hand).model))
 
     def test_closures_are_refused_by_torchs_scaler(self, tmp_path):
         def update(model, batch, w):
