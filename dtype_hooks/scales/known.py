@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dtype_hooks.scales.operations import tensors_in
 from dtype_hooks.scales.record import Entry
 from dtype_hooks.scales.statistics import Measurement
 
@@ -22,10 +23,16 @@ class KnownTensors:
         version = -1 if tensor.is_inference() else tensor._version
         self._held[id(tensor)] = (weakref.ref(tensor), version, entry)
 
-    def entry(self, tensor: Any) -> Entry | None:
-        """The latest entry of ``tensor``."""
-        held = self._held.get(id(tensor))
-        return held[2] if held is not None and held[0]() is tensor else None
+    def orders(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
+        """``order`` of the latest entry of each tensor among a function's arguments, those in containers included."""
+        found = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            held = self._held.get(id(value))
+            if held is not None and held[0]() is value:
+                found.append(held[2].order)
+            elif isinstance(value, (tuple, list, dict)):
+                found += self.orders(tuple(tensor for _, tensor in tensors_in(value)), {})
+        return tuple(found)
 
     def statistics(self, source: Any, result: torch.Tensor) -> Measurement | None:
         """Those of ``source``, if it is unchanged since they were taken and ``result`` can have the same elements."""

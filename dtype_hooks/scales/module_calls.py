@@ -90,7 +90,7 @@ class _Call(_Patch):
         super().__init__(place.module, _SLOT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.place, self.previous or self.place.module._call_impl, args, kwargs)
+        return self.around(self.place, self.previous or self.owner._call_impl, args, kwargs)
 
 
 class _Apply(_Patch):

@@ -76,16 +76,5 @@ def tensors_in(value: Any, label: str = "") -> Iterator[tuple[str, torch.Tensor]
             yield from tensors_in(item, f"{label}[{key}]")
 
 
-def tensors_among(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that a function is called with, those in lists and the like included."""
-    found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list, dict)):
-            found += [tensor for _, tensor in tensors_in(value)]
-    return found
-
-
 def _nobody(*_: Any) -> bool:
     return False

@@ -19,7 +19,7 @@ from dtype_hooks.errors import ConfigError
 from dtype_hooks.scales.known import KnownGradient, KnownTensors
 from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave
 from dtype_hooks.scales.module_calls import watch_calls
-from dtype_hooks.scales.operations import SAME_GRADIENT, SAME_VALUES, tensors_among, tensors_in
+from dtype_hooks.scales.operations import SAME_GRADIENT, SAME_VALUES, tensors_in
 from dtype_hooks.scales.places import Place, Places
 from dtype_hooks.scales.recompute import Call, Recomputes, backward_node, in_backward
 from dtype_hooks.scales.record import Entry, Scales
@@ -210,21 +210,29 @@ class Recorder:
 
     def _call(self, place: Place, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """A module of the model is called, in any thread."""
-        if not self._open:
-            return original(*args, **kwargs)
         thread = self._thread
-        outer = thread.place
-        thread.place = place
+        outer, thread.place = thread.place, place
         try:
-            if in_backward() and not thread.recomputing:
-                return self._recompute(original, args, kwargs)
-            if not place.name:
-                self._record_inputs(args, kwargs)
-            if not place.wanted:
+            if outer is not None and self._modes_are_on() and not in_backward():  # the usual way
                 return original(*args, **kwargs)
-            return self._with_modes(original, args, kwargs)
+            return self._first_call(place, original, args, kwargs)
         finally:
             thread.place = outer
+
+    def _first_call(self, place: Place, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """A call that does not come from a module that is recorded in the same thread."""
+        if not self._open:
+            return original(*args, **kwargs)
+        if in_backward() and not self._thread.recomputing:
+            return self._recompute(original, args, kwargs)
+        if not place.name:
+            self._record_inputs(args, kwargs)
+        if not place.wanted:
+            return original(*args, **kwargs)
+        return self._with_modes(original, args, kwargs)
+
+    def _modes_are_on(self) -> bool:
+        return all(map(is_on, self._modes))
 
     def _recompute(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """A module is called inside a backward: by activation checkpointing, of either kind or written by hand."""
@@ -282,19 +290,19 @@ class Recorder:
         if in_backward():
             self._record_again(module, op, tensors)
             return
-        inputs = self._inputs(args, kwargs)
-        source = args[0] if op in SAME_VALUES and args else None
+        inputs = self._known.orders(args, kwargs)
+        source = args[0] if args and op in SAME_VALUES else None
         measured = [self._known.statistics(source, tensor) or self._measured(tensor) for _, tensor in tensors]
+        call: Call = {}
         with self._lock:
             calls = self._calls.setdefault((module, op), [])
-            call: Call = {}
-            calls.append(call)
             for (label, tensor), each in zip(tensors, measured, strict=True):
-                entry = self._new(tensor, module, op, len(calls) - 1, label, "activation", each, inputs)
-                self._known.add(tensor, entry)
-                call[label] = entry
+                call[label] = self._new(tensor, module, op, len(calls), label, "activation", each, inputs)
+            calls.append(call)
         for label, tensor in tensors:
-            self._hook(tensor, call[label])
+            self._known.add(tensor, call[label])
+            if tensor.requires_grad:
+                self._hook(tensor, call[label])
         if not torch.is_grad_enabled():
             self._recomputes.mark(min(entry.order for entry in call.values()))
 
@@ -312,17 +320,13 @@ class Recorder:
         of_tensor = (tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
         return self.scales.add(module, op, occurrence, output, kind, *of_tensor, measured, inputs)
 
-    def _inputs(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
-        entries = map(self._known.entry, tensors_among(args, kwargs))
-        return tuple([entry.order for entry in entries if entry is not None])
-
     def _record_again(self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """A function of a recompute: its tensors' gradients belong to the records that the forward made."""
         call = self._recomputes.find((module, op), self._calls.get((module, op), []))
         if call is None:
             return
         for label, tensor in tensors:
-            if label in call:
+            if label in call and tensor.requires_grad:
                 self._hook(tensor, call[label])
         if not torch.is_grad_enabled():
             self._recomputes.mark(min(entry.order for entry in call.values()))
@@ -381,12 +385,16 @@ class Recorder:
             thread.busy = busy
 
     def _hook(self, tensor: torch.Tensor, entry: Entry) -> None:
-        if not self._backward or not tensor.requires_grad:
+        """Have the gradient of ``tensor`` recorded."""
+        if not self._backward:
             return
         if tensor.is_leaf and tensor._backward_hooks is None:
             self._leaves.append(tensor)
         hook = partial(self._pass_on if entry.op in SAME_GRADIENT else self._gradient, entry)
-        with torch._C.DisableTorchFunction():
+        if torch._C._len_torch_function_stack():
+            with torch._C.DisableTorchFunction():
+                self._handles.append(tensor.register_hook(hook))
+        else:
             self._handles.append(tensor.register_hook(hook))
 
     def _gradient(self, entry: Entry, gradient: torch.Tensor) -> None:
