@@ -324,8 +324,8 @@ def test_pictures_of_nothing_are_drawn():
         assert to_rgb(figure).std() > 0
 
 
-def test_an_array_for_a_visualizer_and_a_png_are_the_same_picture(recorded, tmp_path):
-    figure = layers_figure(recorded)
+def test_an_array_for_a_visualizer_and_a_png_are_the_same_picture(tmp_path):
+    figure = history_figure(history(a=[1.0, -1.0], b=[0.5, 0.25]))
     image = to_rgb(figure)
 
     height, width = (round(inches * figure.dpi) for inches in figure.get_size_inches()[::-1])
@@ -359,12 +359,11 @@ def test_a_single_recording_has_no_history(tmp_path):
     assert [path.name for path in written] == ["layers_activation.png"]
 
 
-def test_pictures_are_made_in_threads_at_the_same_time(recorded):
-    alone = to_rgb(layers_figure(recorded))
+def test_pictures_are_made_in_threads_at_the_same_time():
+    rows = history(a=[1.0, -1.0], b=[0.5, 0.25])
+    alone = to_rgb(history_figure(rows))
     images: list[np.ndarray] = []
-    threads = [
-        threading.Thread(target=lambda: images.append(to_rgb(layers_figure(recorded)))) for _ in range(3)
-    ]
+    threads = [threading.Thread(target=lambda: images.append(to_rgb(history_figure(rows)))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

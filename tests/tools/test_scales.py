@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from scale_rows import recorded_rows, scale_row, write_rows
 
+from dtype_hooks.report.scale_plots import layers_figure, save_png
+from dtype_hooks.report.scales_file import select_rows
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "scales.py"
 
@@ -125,6 +128,14 @@ def test_pictures_are_written_and_named(scales, run, tmp_path):
     names = {"history_activation_forward.png", "layers_activation.png"}
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == names
     assert all(name in out.splitlines()[-1] for name in names)
+
+
+def test_the_picture_of_layers_is_that_of_the_sample_asked_for(scales, run, tmp_path, samples):
+    scales(run, "--kind", "activation", "--direction", "forward", "--iter", "100", "--plots", tmp_path)
+
+    rows = select_rows(samples[0], direction="forward")
+    save_png(layers_figure(rows), tmp_path / "expected.png")
+    assert (tmp_path / "layers_activation.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
 
 
 def test_a_recording_without_iterations_is_shown(scales, tmp_path):
