@@ -325,7 +325,7 @@ def test_pictures_of_nothing_are_drawn():
 
 
 def test_an_array_for_a_visualizer_and_a_png_are_the_same_picture(tmp_path):
-    figure = history_figure(history(a=[1.0, -1.0], b=[0.5, 0.25]))
+    figure = layers_figure([scale_row("m:add")])
     image = to_rgb(figure)
 
     height, width = (round(inches * figure.dpi) for inches in figure.get_size_inches()[::-1])
