@@ -25,7 +25,10 @@ from dtype_hooks.errors import (
     NonFiniteError,
     OverrideError,
     SelectionError,
+    TraceError,
 )
+from dtype_hooks.scales.analysis import analyse_module
+from dtype_hooks.scales.interpreter import ScalePair, ScaleTrackingInterpreter
 from dtype_hooks.scales.record import Scales
 from dtype_hooks.scales.recorder import track_scales
 from dtype_hooks.version import __version__
@@ -53,11 +56,15 @@ __all__ = [
     "NonFiniteError",
     "OverrideError",
     "OverrideHandle",
+    "ScalePair",
     "ScaleTracker",
+    "ScaleTrackingInterpreter",
     "Scales",
     "SelectionError",
+    "TraceError",
     "__version__",
     "allow_mmengine_checkpoints",
+    "analyse_module",
     "autocast",
     "build_runner",
     "checkpoint_globals",
