@@ -20,8 +20,12 @@ from processes import hand_back
 from scaled_runs import CLIP, EXACT, joint, scaled_runner, scaler_of, single, two
 from stored_runs import digest, log_text, state_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from dtype_hooks.core.loss_scaling import LossScale, LossScaler
 from dtype_hooks.hooks.checkpoints import allow_mmengine_checkpoints
+from dtype_hooks.hooks.loss_scaling_wrapper import ScaledWrapper, SharedScaler
 
 K, M = 6, 6
 RANK = int(os.environ.get("RANK", 0))
@@ -175,6 +179,31 @@ def half_on_one(folder: Path) -> dict[str, Any]:
     return {"message": ""}
 
 
+def sharded(scaled: bool, infinite_at: int | None = None) -> dict[str, Any]:
+    """FSDP2, by hand: every rank has a part of each gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    wrapper = single("adamw", clip_grad=dict(CLIP))(model)
+    choice = LossScale.make({"init_scale": 8.0})
+    scaler = LossScaler("cpu", choice.arguments)
+    shared = SharedScaler(choice, scaler)
+    if scaled:
+        scaler.start(torch.device("cpu"))
+        ScaledWrapper(wrapper, shared).put_on()
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(RANK))
+    for at, row in enumerate(rows.split(4)):
+        loss = 16 * model(row).square().sum()
+        wrapper.update_params(loss * torch.inf if (at, RANK) == (infinite_at, 1) else loss)
+        shared.end_iteration()
+    weights = [p.full_tensor() for p in model.parameters()]
+    finite = all(bool(w.isfinite().all()) for w in weights)
+    return {
+        "weights": [digest(w) for w in weights],
+        "scale": [shared.scale, scaler.get_scale(), shared.skipped_steps, finite],
+    }
+
+
 def scenarios(phase: str, folder: Path) -> dict[str, Callable[[], Any]]:
     runs = [name for name in RUNS if name != "flexible" or "RANK" not in os.environ]
     do: dict[str, Callable[[], Any]] = {
@@ -197,6 +226,9 @@ def scenarios(phase: str, folder: Path) -> dict[str, Callable[[], Any]]:
         do["inf not synced"] = functools.partial(inf_on_one, folder, accumulative_counts=2)
         do["inf not wrapped"] = functools.partial(inf_on_one, folder, "NotWrapped")
         do["inf fused"] = functools.partial(inf_on_one, folder, "NotWrapped", "adamw_fused")
+        do["sharded"] = functools.partial(sharded, True)
+        do["sharded unscaled"] = functools.partial(sharded, False)
+        do["sharded inf"] = functools.partial(sharded, True, 2)
         do["endless"] = functools.partial(endless, folder)
         do["half on one"] = functools.partial(half_on_one, folder)
     return do

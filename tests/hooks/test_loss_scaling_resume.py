@@ -85,6 +85,11 @@ class TestTwoRanks:
         (line,) = results[0]["named"]  # rank 0 logs
         assert "at loss scale 8: 'head.bias'; the scale is now 4" in line
 
+    def test_no_bit_changes_under_fsdp2_and_an_inf_on_one_rank_skips_on_all(self, ranks):
+        for rank in ranks.straight:
+            assert rank["sharded"]["weights"] == rank["sharded unscaled"]["weights"]
+            assert rank["sharded inf"]["scale"] == [4.0, 4.0, 1, True]
+
     def test_too_many_skips_on_one_rank_stop_both(self, ranks):
         first, second = (rank["endless"] for rank in ranks.straight)
 
