@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from dtype_hooks.errors import ConfigError
@@ -158,6 +159,11 @@ class LossScaler(torch.amp.GradScaler):
         states: dict[int, Any] = self._per_optimizer_states
         if id(optimizer) in states:
             states[min([0, *states]) - 1] = states.pop(id(optimizer))
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether ``unscale_`` was called, and no step or :meth:`forget` since."""
+        state: Any = self._per_optimizer_states.get(id(optimizer))
+        return state is not None and state["stage"] is OptState.UNSCALED
 
     def forget(self, optimizer: Optimizer) -> None:
         """As if the optimizer had not been unscaled: it did not step after all."""

@@ -251,9 +251,10 @@ class ScaledWrapper:
         """Unscale; then the wrapper's own ``step``, which clips, with the optimizer's step sent through the scaler."""
         scaler, optimizer = self.shared.scaler, self.wrapper.optimizer
         self._refuse_unscaled_backward()
-        self.carry_scale()
-        scaler.restart(optimizer)
-        scaler.unscale_(optimizer)
+        if not scaler.is_unscaled(optimizer):  # by hand, for a clipping of one's own
+            self.carry_scale()
+            scaler.restart(optimizer)
+            scaler.unscale_(optimizer)
         found = _agreed(scaler.found_inf(optimizer))
         parameters = with_gradients(optimizer)
         flags = torch.cat([non_finite_flags(parameters).to(found.device), found[None] > 0])
@@ -290,6 +291,9 @@ class ScaledWrapper:
 
     def carry_scale(self) -> None:
         """Let gradients that were left from before, or set by hand, carry the scale as those of a backward do."""
+        if self.shared.scaler.is_unscaled(self.wrapper.optimizer):  # by hand, or by a step that has failed
+            self.shared.scaler.forget(self.wrapper.optimizer)
+            self.carries_scale = False
         if not self.carries_scale:
             multiply_gradients(with_gradients(self.wrapper.optimizer), self.shared.scaler.current)
             self.carries_scale = True

@@ -6,6 +6,7 @@ passes through the backward without changing a bit.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,28 @@ def zeroing_first_in_place(model: Net, batch: Any, w: Any) -> Tensor:
     loss = model.loss(batch)
     w.backward(loss=loss)
     w.step()
+    return loss
+
+
+def clipped_by_hand(model: Net, batch: Any, w: Any) -> Tensor:
+    w.zero_grad()
+    loss = model.loss(batch)
+    w.backward(loss)
+    if hasattr(w, "loss_scaler"):
+        w.loss_scaler.unscale_(w.optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    w.step()
+    return loss
+
+
+def failing_steps(model: Net, batch: Any, w: Any) -> Tensor:
+    """Every second step fails in the midst, and the batch is left out."""
+    loss = model.loss(batch)
+    w.backward(loss)
+    w.clip_grad_kwargs = {"max_norm": 1.0, "no such argument": 1} if model.calls % 2 else {"max_norm": 1.0}
+    with contextlib.suppress(TypeError):
+        w.step()
+    w.zero_grad()
     return loss
 
 
@@ -239,6 +262,8 @@ WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "several backwards": lambda o: {"wrapper": single(o), "update": several_backwards},
     "zeroing first in place": lambda o: {"wrapper": single(o), "update": zeroing_first_in_place},
     "never zeroing": lambda o: {"wrapper": single(o), "update": never_zeroing},
+    "clipped by hand": lambda o: {"wrapper": single(o), "update": clipped_by_hand},
+    "failing steps": lambda o: {"wrapper": single(o, clip_grad=dict(CLIP)), "update": failing_steps},
     "gradients by hand": lambda o: {"wrapper": single(o), "update": gradients_by_hand},
     "own methods": lambda o: {"wrapper": single(o, OwnMethods)},
     "every second step": lambda o: {"wrapper": single(o, EverySecondStep)},

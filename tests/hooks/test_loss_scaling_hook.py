@@ -94,6 +94,7 @@ SCALE_AT_THE_END = {
     "accumulation": 4.0,
     "accumulation and clip": 4.0,
     "every second step": 4.0,
+    "failing steps": 4.0,
     "two leaves with own counts": 8.0,
 }
 """Doubled after every second of the updates, of which there are six elsewhere."""
