@@ -51,6 +51,10 @@ with dtype_hooks.override_dtype(model, patterns=["1"], dtype="float64"):
         y = model(torch.ones(2, 4))
 assert y.dtype is torch.bfloat16
 assert model[1].__dict__.get("forward") is None
+with dtype_hooks.track_scales(model) as scales:
+    model(torch.ones(2, 4)).sum().backward()
+assert "1:layer_norm" in str(scales)
+assert not {"rich", "matplotlib"} & set(sys.modules)
 
 def message(ask):
     try:

@@ -1,1 +1,1 @@
-"""Rows in, rich tables out: the only room that knows rich."""
+"""Rows in, rich tables, pictures and files out: the only room that knows rich and matplotlib."""
