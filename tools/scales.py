@@ -26,7 +26,13 @@ from dtype_hooks.core.selection import as_patterns, nearest
 from dtype_hooks.core.validation import as_choice
 from dtype_hooks.errors import ConfigError, DtypeHooksError
 from dtype_hooks.report.scale_plots import save_plots
-from dtype_hooks.report.scales import at_iteration, comparison_table, edge_report, scales_table
+from dtype_hooks.report.scales import (
+    at_iteration,
+    comparison_table,
+    edge_report,
+    operations_table,
+    scales_table,
+)
 from dtype_hooks.report.scales_file import (
     DIRECTIONS,
     KINDS,
@@ -79,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--direction", choices=DIRECTIONS, help="only tensors, or only their gradients")
     add("--kind", choices=KINDS, help="only tensors of this kind")
     add("--list", action="store_true", help="all tensors in order of execution, not those closest to an edge")
+    add("--ops", action="store_true", help="how often each function gave a result in each dtype")
     add("--compare", type=Path, metavar="OTHER", help="another run, called B: what differs most from it")
     add("--plots", type=Path, metavar="DIR", help="write pictures there, too")
     return parser
@@ -101,6 +108,8 @@ def report(args: argparse.Namespace) -> str:
         text = compare(sample, args, formats)
     elif args.list:
         text = scales_table(at_iter(sample, "last"), max_rows=len(rows))
+    elif args.ops:
+        text = operations_table(at_iter(sample, "last"))
     else:
         text = edge_report(sample, formats, args.top)
     if args.plots:

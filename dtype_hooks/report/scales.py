@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -178,6 +179,17 @@ def scales_table(rows: Sequence[Row], max_rows: int = MAX_ROWS, width: int | Non
     title = f"scales: {len(pairs):,} tensors in order of execution{at_iteration(rows)}"
     caption = "-> of the tensor, <- of its gradient" + (", free of its scale" if _grad_scales(rows) else "")
     return _fitted_table(title, columns, pairs, width, caption, max_rows)
+
+
+def operations_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """How often each function, or kernel, gave a result in each dtype in one sample, in the order of first use."""
+    made = [row for row in rows if row["direction"] == "forward" and row["kind"] != "parameter"]
+    counts = Counter((row["op"], row["dtype"]) for row in made)
+    dtypes = list(dict.fromkeys(dtype for _, dtype in counts))
+    ops = dict.fromkeys(op for op, _ in counts)
+    title = f"functions by the dtype of their results: {len(made):,} tensors{at_iteration(rows)}"
+    cells = [(op, *(counts[op, dtype] or "" for dtype in dtypes)) for op in ops]
+    return render_table(title, ["function", *(f"#{dtype}" for dtype in dtypes)], cells, len(cells), width)
 
 
 def comparison_table(

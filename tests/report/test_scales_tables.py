@@ -15,6 +15,7 @@ from dtype_hooks.report.scales import (
     edge_table,
     fold_name,
     nonfinite_table,
+    operations_table,
     percent,
     scales_table,
     short,
@@ -363,3 +364,24 @@ def test_no_rows_are_said_in_words():
     assert edge_report([]) == "no tensors recorded, or no number format asked for"
     assert "0 tensors" in scales_table([])
     assert "0 tensors" in comparison_table([], [])
+
+
+def test_functions_are_counted_by_the_dtype_of_their_results():
+    class ConvAndSum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return (self.conv(x).flatten(1) + torch.ones(1)).sum()
+
+    model = ConvAndSum()
+    with torch.autocast("cpu", torch.bfloat16), track_scales(model, level="aten") as scales:
+        model(torch.ones(2, 3, 5, 5)).backward()
+    table = operations_table(scales.rows(), width=80)
+    cells = {line.split("|")[1].strip(): line.replace(" ", "") for line in table.splitlines() if line.startswith("|")}
+    assert cells["function"] == "|function|float32|bfloat16|"
+    assert cells["conv2d"] == "|conv2d||1|"
+    assert cells["flatten"] == "|flatten||1|"
+    assert cells["add"] == "|add|1||"
+    assert cells["aten._to_copy"] == "|aten._to_copy||3|"  # input, weight, bias
