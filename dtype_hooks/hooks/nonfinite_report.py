@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmengine.dist import is_main_process
+from mmengine.dist import get_world_size, is_main_process
 from mmengine.runner import Runner
 
 from dtype_hooks.errors import NonFiniteError
 from dtype_hooks.hooks.ranks import gather_from_ranks
-from dtype_hooks.scales.nonfinite import Finding, first_nonfinite
-from dtype_hooks.scales.record import Scales, number
+from dtype_hooks.scales.nonfinite import CAUSES, Finding
+from dtype_hooks.scales.record import number
 
 Row = dict[str, Any]
 
@@ -26,70 +26,73 @@ class NonFiniteReport:
         frames: The rows of the last recorded steps, of rank 0.
     """
 
-    def __init__(self, frames: int) -> None:
+    def __init__(self, frames: int, what: str) -> None:
+        """Report by a warning (``what="warn"``), or by an error to raise (``"raise"``)."""
         self.frames: deque[list[Row]] = deque(maxlen=frames)
+        self._raises = what == "raise"
         self._told: set[tuple[str, str]] = set()
 
-    def after_sample(
-        self, runner: Runner, scales: Scales, rows: list[Row], what: str
-    ) -> NonFiniteError | None:
-        """Look through a recorded step, on all ranks; a collective."""
-        self.frames.append(rows)
-        finding = first_nonfinite(scales)
-        return self._report(runner, finding, "recorded", what)
+    def tell(self, runner: Runner, finding: Finding | str | None, how: str) -> NonFiniteError | None:
+        """Report what this rank has found, or nothing; a collective.
 
-    def after_replay(self, runner: Runner, finding: Finding | str, what: str) -> NonFiniteError | None:
-        """Report what running a batch again has shown, on all ranks; a collective."""
-        return self._report(runner, finding, "run again, recorded", what)
-
-    def _report(
-        self, runner: Runner, finding: Finding | str | None, how: str, what: str
-    ) -> NonFiniteError | None:
+        Args:
+            runner: For its logger and its iteration.
+            finding: The first tensor that is not finite; a sentence where that did not show.
+            how: ``"recorded"``, or ``"run again, recorded"``.
+        """
         found = gather_from_ranks([] if finding is None else [finding])
         if not found:
             return None
         rank, first = min(found, key=lambda each: (_order(each[1]), each[0]))
-        key = ("", first) if isinstance(first, str) else first.key
-        if key in self._told and what != "raise":
+        key = ("", first.partition(";")[0]) if isinstance(first, str) else first.key
+        if key in self._told and not self._raises:
             return None
         self._told.add(key)
-        text = _text(runner, rank, first, how, [other for other, _ in found])
-        text += self._save(runner, first)
-        if what == "raise":
+        alike = [other for other, each in found if _order(each) == _order(first)]
+        text = f"ScaleTracker at iteration {runner.iter + 1} ({how}){_where(rank, first, alike)}: {first}"
+        if isinstance(first, Finding):
+            text += _tables(first)
+        text += self._save(runner)
+        if self._raises:
             return NonFiniteError(f"{text}\nTraining stops: on_nonfinite='raise'.")
         runner.logger.warning(text)
         return None
 
-    def _save(self, runner: Runner, finding: Finding | str) -> str:
-        path = Path(runner.log_dir) / f"nonfinite_{runner.iter + 1}.jsonl"
+    def _save(self, runner: Runner) -> str:
         if not is_main_process() or not self.frames:
             return ""
+        path = Path(runner.log_dir) / f"nonfinite_{runner.iter + 1}.jsonl"
         try:
             with path.open("w", encoding="utf-8") as file:
                 for rows in self.frames:
                     file.writelines(f"{json.dumps(row, allow_nan=False)}\n" for row in rows)
         except OSError as error:
             return f"\nThe last recorded steps cannot be written to {path} ({error})."
-        return f"\nThe last {len(self.frames)} recorded steps: {path}"
+        many = f"{len(self.frames)} recorded steps" if len(self.frames) > 1 else "recorded step"
+        return f"\nThe last {many}: {path}"
 
 
-def _order(finding: Finding | str) -> int:
-    """Causes before effects: what was bad before the step, then the forward, then the backward."""
-    return 4 if isinstance(finding, str) else ("weights", "input", "forward", "backward").index(finding.cause)
+def _order(finding: Finding | str) -> tuple[int, bool]:
+    return (len(CAUSES), False) if isinstance(finding, str) else finding.order
 
 
-def _text(runner: Runner, rank: int, finding: Finding | str, how: str, ranks: Sequence[int]) -> str:
-    on = f", rank {rank}" if max(ranks) or rank else ""
-    others = f" (so on ranks {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
-    head = f"ScaleTracker at iteration {runner.iter + 1} ({how}){on}: {finding}{others}"
-    if isinstance(finding, str):
-        return head
-    parts = [head]
-    if finding.inputs:
-        parts.append("  from:\n" + _lines(finding.inputs))
-    if finding.before:
-        parts.append("  before it:\n" + _lines(finding.before))
-    return "\n".join(parts)
+def _where(rank: int, finding: Finding | str, ranks: Sequence[int]) -> str:
+    """On which ranks; a parameter's gradient that all have was averaged over them."""
+    world = get_world_size()
+    if world == 1:
+        return ""
+    averaged = isinstance(finding, Finding) and finding.cause == "backward" and finding.kind == "parameter"
+    if len(ranks) == world and (averaged or isinstance(finding, str)):
+        return ", on all ranks, whose gradients are averaged"
+    if len(ranks) == world:
+        return f", on all {world} ranks"
+    others = [other for other in ranks if other != rank]
+    return f", rank {rank}" + (f" (and {', '.join(map(str, others))})" if others else "")
+
+
+def _tables(finding: Finding) -> str:
+    parts = (("from", finding.inputs), ("before it", finding.before))
+    return "".join(f"\n  {title}:\n{_lines(rows)}" for title, rows in parts if rows)
 
 
 def _lines(rows: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtype_hooks.hooks.ranks import gather_from_ranks
 from dtype_hooks.hooks.recorded_step import GradientScale
-from dtype_hooks.scales.record import SCHEMA, Scales
+from dtype_hooks.scales.record import SCHEMA, Entry
 from dtype_hooks.scales.statistics import TensorStatistics
 
 Row = dict[str, Any]
@@ -51,10 +51,15 @@ class Sampled:
         }
 
 
-def sampled(scales: Scales, scale: GradientScale | None) -> list[Sampled]:
-    """This rank's tensors, gradients divided by the factor that they carried."""
+def sampled(
+    read: Iterable[tuple[Entry, str, TensorStatistics]], scale: GradientScale | None
+) -> list[Sampled]:
+    """This rank's tensors, gradients divided by the factor that they carried.
+
+    Gradients of parameters are left out where they are not yet reduced over the ranks.
+    """
     found = []
-    for entry, direction, statistics in scales.statistics():
+    for entry, direction, statistics in read:
         factor = None
         if direction == "backward" and entry.kind == "parameter":
             if scale is not None and not scale.reduced:

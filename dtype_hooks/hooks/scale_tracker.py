@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
-from mmengine.runner import BaseLoop, EpochBasedTrainLoop, Runner
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 
 from dtype_hooks.core.number_formats import resolve_formats
 from dtype_hooks.core.selection import Selection
@@ -17,19 +18,22 @@ from dtype_hooks.errors import ConfigError, NonFiniteError
 from dtype_hooks.hooks.loss_scaling import optim_wrappers
 from dtype_hooks.hooks.nonfinite_report import NonFiniteReport
 from dtype_hooks.hooks.nonfinite_watch import Watcher
-from dtype_hooks.hooks.recorded_step import GradientScale, StepPatch, gradient_scale
+from dtype_hooks.hooks.recorded_step import StepPatch, StepScale, unseen_scaling
 from dtype_hooks.hooks.registry import register_hook
 from dtype_hooks.hooks.runner import bare_model
-from dtype_hooks.hooks.scale_file import ScaleFile
+from dtype_hooks.hooks.scale_file import ScaleFile, samples_of
 from dtype_hooks.hooks.scale_rows import merge_ranks, sampled
 from dtype_hooks.report.scale_plots import save_plots
 from dtype_hooks.report.scales import edge_report
-from dtype_hooks.report.scales_file import last_sample, read_rows
+from dtype_hooks.report.scales_file import last_sample
+from dtype_hooks.scales.nonfinite import first_nonfinite
 from dtype_hooks.scales.places import Places
 from dtype_hooks.scales.recorder import FORMAT_NAMES, LEVELS, Recorder
 
 ON_NONFINITE = ("warn", "raise", "ignore")
 WHERE = "ScaleTracker"
+MOST_SAMPLES = 200
+"""How many samples the pictures at the end are drawn from; ``tools/scales.py`` draws all."""
 
 
 @register_hook
@@ -132,11 +136,13 @@ class ScaleTracker(Hook):
             "backward": as_bool(backward, f"{WHERE}.backward"),
             "parameters": as_bool(parameters, f"{WHERE}.parameters"),
         }
-        self.report = NonFiniteReport(as_interval(frames, f"{WHERE}.frames"))
+        self.frames = as_interval(frames, f"{WHERE}.frames")
+        self.report = NonFiniteReport(self.frames, self.on_nonfinite)
         self._places: tuple[list[Any], Places] | None = None
         self._recorder: Recorder | None = None
         self._patch: StepPatch | None = None
-        self._scale: GradientScale | None = None
+        self._scale: StepScale | None = None
+        self._rests = False
         self._file: ScaleFile | None = None
         self._watcher: Watcher | None = None
         self._samples = 0
@@ -146,24 +152,36 @@ class ScaleTracker(Hook):
 
     def before_run(self, runner: Runner) -> None:
         """Have the training loop end with a summary, whatever ends it."""
+        self._rests = self._is_another(runner)
         loop = runner._train_loop
-        if isinstance(loop, BaseLoop) and not isinstance(loop.__dict__.get("run"), _Run):
-            loop.run = _Run(loop, lambda: self._finish(runner))
+        if self._rests or not isinstance(loop, BaseLoop):
+            return
+        there = loop.__dict__.get("run")
+        if not isinstance(there, _Run) or there.hook is not self:
+            loop.run = _Run(loop, self, runner)
 
     def before_train(self, runner: Runner) -> None:
         """Open the file, with the earlier samples of a run that is resumed."""
+        if self._rests:
+            return
         self._samples = 0
+        self.report = NonFiniteReport(self.frames, self.on_nonfinite)
         if is_main_process():
+            ours = self._file is not None and self._file.path.parent == Path(runner.log_dir)  # train() again
+            continues = bool(runner.iter) and (ours or _resumes(runner))
             self._file = ScaleFile(runner.log_dir, runner.logger.warning)
-            self._file.begin(runner.iter, continues=_continues(runner))
+            self._file.begin(runner.iter, continues)
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         """Put the recording around the step that comes, if its turn is now."""
+        if self._rests:
+            return
         self._take_off()
         if self._is_due(runner.iter + 1):
             self._begin_sample(runner)
-        elif self.watch_nonfinite:
-            self._begin_watch(runner, data_batch)
+        elif self._watches:
+            self._watcher = Watcher(runner, stops=self.on_nonfinite == "raise")
+            self._put_on(runner, self._watcher.step)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
@@ -189,36 +207,58 @@ class ScaleTracker(Hook):
         return iteration % self.interval == 0
 
     def _begin_sample(self, runner: Runner) -> None:
-        self._scale = gradient_scale(runner.model, optim_wrappers(runner))
+        wrappers = optim_wrappers(runner)
+        self._scale = StepScale(runner.model, wrappers)
         recorder = Recorder(self._places_of(runner), **self.record)  # type: ignore[arg-type]
+        watcher = None
+        if self._watches:
+            explain = partial(first_nonfinite, recorder.scales, whole=self._is_whole)
+            watcher = self._watcher = Watcher(runner, self.on_nonfinite == "raise", explain)
 
         def step(original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-            with recorder:
-                outputs = original(*args, **kwargs)
+            with recorder, unseen_scaling(wrappers):
+                outputs = (
+                    original(*args, **kwargs) if watcher is None else watcher.step(original, args, kwargs)
+                )
             self._recorder = recorder
             return outputs
 
-        self._put_on(StepPatch(runner.model, step))
+        self._put_on(runner, step)
 
     def _end_sample(self, runner: Runner) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        recorder, scale = self._recorder, self._scale
+        self._recorder = self._scale = None
+        if recorder is None or scale is None:
             return
-        iteration = runner.iter + 1
-        rows = [each.as_row(iteration) for each in merge_ranks(sampled(recorder.scales, self._scale))]
+        iteration, of_gradients = runner.iter + 1, scale.read()
+        read = list(recorder.scales.statistics())
+        merged = merge_ranks(sampled(read, of_gradients))
+        rows = [each.as_row(iteration) for each in merged] if is_main_process() else []
         if is_main_process():
             self._write(runner, iteration, rows)
         self._samples += 1
+        self.report.frames.append(rows)
         if self.on_nonfinite != "ignore":
-            self._error = self.report.after_sample(runner, recorder.scales, rows, self.on_nonfinite)
+            overflows = of_gradients is not None and of_gradients.loss_scale > 1  # as a matter of routine
+            finding = first_nonfinite(recorder.scales, read, not overflows, self._is_whole)
+            self._error = self.report.tell(runner, finding, "recorded")
 
     def _write(self, runner: Runner, iteration: int, rows: list[dict[str, Any]]) -> None:
         if self._file is not None:
             self._file.write(rows)
         if self.scalars:
-            runner.visualizer.add_scalars(_scalars(rows), step=iteration)
+            self._send(runner, iteration, _scalars(rows))
         if self.verbose and not self._samples:
             runner.logger.info(f"{WHERE}: iteration {iteration}\n{edge_report(rows, top=self.top)}")
+
+    def _send(self, runner: Runner, iteration: int, scalars: dict[str, float]) -> None:
+        try:
+            runner.visualizer.add_scalars(scalars, step=iteration)
+        except OSError as error:
+            self.scalars = False
+            runner.logger.warning(
+                f"{WHERE}: the visualizer cannot write ({error}); training goes on, scalars are no longer sent."
+            )
 
     def _places_of(self, runner: Runner) -> Places:
         model = bare_model(runner)
@@ -227,25 +267,40 @@ class ScaleTracker(Hook):
             self._places = modules, Places.make(model, self.selection, WHERE)
         return self._places[1]
 
-    # Watching
+    @property
+    def _watches(self) -> bool:
+        return self.watch_nonfinite and self.on_nonfinite != "ignore"
 
-    def _begin_watch(self, runner: Runner, data_batch: Any) -> None:
-        recorder = Recorder(self._places_of(runner), **self.record)  # type: ignore[arg-type]
-        self._watcher = Watcher(runner, recorder, data_batch)
-        self._put_on(StepPatch(runner.model, self._watcher.step))
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a record holds the whole model."""
+        return self.selection.is_empty and not self.selection.exclude and bool(self.record["parameters"])
 
     def _end_watch(self, runner: Runner) -> None:
         watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.close()
-            if watcher.found is not None and self.on_nonfinite != "ignore":
-                self._error = self.report.after_replay(runner, watcher.found, self.on_nonfinite)
+        if watcher is not None and watcher.found is not None and self._error is None:
+            self._error = self.report.tell(runner, watcher.found, watcher.how)
 
     # The patch and the end
 
-    def _put_on(self, patch: StepPatch) -> None:
-        self._patch = patch
-        patch.put_on()
+    def _is_another(self, runner: Runner) -> bool:
+        """Whether an earlier entry of the run records the same; two that record different things are an error."""
+        entries = [hook for hook in runner.hooks if isinstance(hook, ScaleTracker)]
+        first = entries[0] if entries else self
+        if first is self:
+            return False
+        different = [name for name in _ARGUMENTS if getattr(first, name) != getattr(self, name)]
+        if different:
+            raise ConfigError(
+                f"{WHERE}: got two entries that differ in {', '.join(different)}; expected one, as there is one file a run. "
+                "Leave one out: patterns take several parts of a model."
+            )
+        runner.logger.warning(f"{WHERE}: got the same entry more than once; the first one records.")
+        return True
+
+    def _put_on(self, runner: Runner, around: Callable[..., Any]) -> None:
+        self._patch = StepPatch(runner.model, around)
+        self._patch.put_on()
 
     def _take_off(self) -> None:
         """Leave nothing of an iteration that did not come to its end."""
@@ -253,21 +308,23 @@ class ScaleTracker(Hook):
             self._patch.take_off()
         if self._watcher is not None:
             self._watcher.close()
-        self._patch = self._recorder = self._watcher = self._error = None
+        self._patch = self._recorder = self._watcher = self._error = self._scale = None
 
-    def _finish(self, runner: Runner) -> None:
+    def finish(self, runner: Runner) -> None:
+        """Leave nothing behind; close the file and sum up, whatever has ended the training."""
         self._take_off()
+        self._places = None
         if self._file is None:
             return
         self._file.close()
-        if self._samples:
+        if self._samples and self._file.path.is_file():
             try:
                 self._summarise(runner, self._file.path)
             except Exception as error:  # the training is done; a picture is not worth losing its result
                 runner.logger.warning(f"{WHERE}: no summary ({type(error).__name__}: {error}).")
 
     def _summarise(self, runner: Runner, path: Path) -> None:
-        rows = read_rows(path)
+        rows = samples_of(path, MOST_SAMPLES)
         lines = [f"{WHERE}: {self._samples} samples of {len(last_sample(rows))} rows each in {path}"]
         if self.verbose:
             lines.append(edge_report(rows, top=self.top))
@@ -279,32 +336,42 @@ class ScaleTracker(Hook):
         runner.logger.info("\n".join(lines))
 
 
-class _Run:
-    """A training loop's ``run``, for once, with something at its end."""
+_ARGUMENTS = (
+    *("interval", "begin", "end", "selection", "record", "verbose", "top", "plots", "scalars"),
+    *("on_nonfinite", "watch_nonfinite", "frames"),
+)
 
-    def __init__(self, loop: BaseLoop, at_end: Callable[[], None]) -> None:
-        self.loop, self.original, self.at_end = loop, loop.run, at_end
+
+class _Run:
+    """A training loop's ``run``, for once, with the hook's summary at its end."""
+
+    def __init__(self, loop: BaseLoop, hook: ScaleTracker, runner: Runner) -> None:
+        self.loop, self.original, self.hook, self.runner = loop, loop.run, hook, runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        del self.loop.__dict__["run"]
+        self.loop.__dict__.pop("run", None)
         try:
             return self.original(*args, **kwargs)
         finally:
-            self.at_end()
+            self.hook.finish(self.runner)
 
 
-def _continues(runner: Runner) -> bool:
+def _resumes(runner: Runner) -> bool:
     """Whether the run goes on with one that lies in the same work_dir."""
-    if not runner.iter or not runner._resume:
+    if not runner._resume:
         return False
-    checkpoint = runner._load_from
-    return checkpoint is None or Path(checkpoint).resolve().parent == Path(runner.work_dir).resolve()
+    if runner._load_from is None:
+        return True
+    folders = [runner.work_dir, *(getattr(hook, "out_dir", None) for hook in runner.hooks)]
+    return Path(runner._load_from).resolve().parent in [Path(each).resolve() for each in folders if each]
 
 
 def _ends_epoch(runner: Runner, batch_idx: int) -> bool:
-    """Whether a checkpoint may be written right after this iteration, in ``after_train_epoch``."""
+    """Whether ``after_train_epoch`` comes next, where a checkpoint may be written."""
     loop = runner.train_loop
-    return isinstance(loop, EpochBasedTrainLoop) and batch_idx + 1 == len(loop.dataloader)
+    if isinstance(loop, EpochBasedTrainLoop):
+        return batch_idx + 1 == len(loop.dataloader)
+    return isinstance(loop, IterBasedTrainLoop) and runner.iter + 1 >= loop.max_iters
 
 
 def _scalars(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
