@@ -139,7 +139,7 @@ def _of_wrapper(wrapper: OptimWrapper, ranks: int) -> GradientScale:
 
 def _share(wrapper: OptimWrapper) -> float:
     try:
-        return float(wrapper.scale_loss(1.0))  # type: ignore[arg-type]  # it divides
+        return float(wrapper.scale_loss(1.0))  # it divides
     except AssertionError:  # counts past the end of the training, which a model that does not use it may do
         return 1.0
 

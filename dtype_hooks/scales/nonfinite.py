@@ -11,7 +11,17 @@ from dtype_hooks.scales.statistics import TensorStatistics
 
 FILLS = frozenset(
     {
-        *("masked_fill", "masked_fill_", "fill", "fill_", "full", "full_like", "new_full", "where", "setitem"),
+        *(
+            "masked_fill",
+            "masked_fill_",
+            "fill",
+            "fill_",
+            "full",
+            "full_like",
+            "new_full",
+            "where",
+            "setitem",
+        ),
         *("tensor", "as_tensor", "new_tensor", "scalar_tensor", "pad", "index_fill", "index_fill_"),
         *("scatter", "scatter_", "fill_diagonal_"),
     }
@@ -116,10 +126,7 @@ def first_nonfinite(
     """
     step = _Step(scales, scales.statistics() if statistics is None else statistics, whole)
     return (
-        step.bad_weights()
-        or step.bad_inputs()
-        or step.forward()
-        or (step.backward() if backward else None)
+        step.bad_weights() or step.bad_inputs() or step.forward() or (step.backward() if backward else None)
     )
 
 
@@ -139,7 +146,9 @@ class _Step:
         self.by_order = {entry.order: entry for entry in self.entries}
 
     def bad_weights(self) -> Finding | None:
-        bad = [entry for entry in self.entries if entry.kind == "parameter" and self._is_bad(entry, "forward")]
+        bad = [
+            entry for entry in self.entries if entry.kind == "parameter" and self._is_bad(entry, "forward")
+        ]
         return self._leaves("weights", bad)
 
     def bad_inputs(self) -> Finding | None:
@@ -187,7 +196,7 @@ class _Step:
         entry = min(bad, key=lambda each: each.backward_order)
         makers = [each for each in self.consumers.get(entry.order, []) if (each.order, "backward") in self.of]
         finite = [each for each in makers if not self._is_bad(each, "backward")]
-        maker = (finite or makers or [None])[-1]
+        maker = next(reversed(finite or makers), None)
         return self._finding("backward", entry, maker, makers)
 
     def _inputs(self, entry: Entry) -> list[Entry]:
