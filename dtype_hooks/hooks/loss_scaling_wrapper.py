@@ -251,10 +251,9 @@ class ScaledWrapper:
         """Unscale; then the wrapper's own ``step``, which clips, with the optimizer's step sent through the scaler."""
         scaler, optimizer = self.shared.scaler, self.wrapper.optimizer
         self._refuse_unscaled_backward()
-        if not scaler.is_unscaled(optimizer):  # by hand, for a clipping of one's own
-            self.carry_scale()
-            scaler.restart(optimizer)
-            scaler.unscale_(optimizer)
+        self.carry_scale()
+        scaler.restart(optimizer)
+        scaler.unscale_(optimizer)
         found = _agreed(scaler.found_inf(optimizer))
         parameters = with_gradients(optimizer)
         flags = torch.cat([non_finite_flags(parameters).to(found.device), found[None] > 0])
@@ -290,8 +289,8 @@ class ScaledWrapper:
         return self.methods["load_state_dict"].original(rest, *args, **kwargs)
 
     def carry_scale(self) -> None:
-        """Let gradients that were left from before, or set by hand, carry the scale as those of a backward do."""
-        if self.shared.scaler.is_unscaled(self.wrapper.optimizer):  # by hand, or by a step that has failed
+        """Let gradients that were left from before, or set or unscaled by hand, carry the scale as others do."""
+        if self.shared.scaler.is_unscaled(self.wrapper.optimizer):  # maybe by a step that has failed
             self.shared.scaler.forget(self.wrapper.optimizer)
             self.carries_scale = False
         if not self.carries_scale:
