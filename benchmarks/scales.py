@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -57,10 +58,7 @@ class BasicBlock(nn.Module):
 def resnet18() -> nn.Module:
     """ResNet-18 without its max-pooling, for small images."""
     widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
-    blocks = [
-        BasicBlock(before, after, 1 if before == after else 2)
-        for before, after in zip(widths, widths[1:], strict=False)
-    ]
+    blocks = [BasicBlock(before, after, 1 if before == after else 2) for before, after in pairwise(widths)]
     stem = (nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
