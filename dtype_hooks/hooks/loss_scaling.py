@@ -11,15 +11,10 @@ from mmengine.runner import Runner
 from torch import Tensor
 
 from dtype_hooks.core.loss_scaling import LossScale, LossScaler
+from dtype_hooks.core.shared_scaler import SharedScaler, Update
 from dtype_hooks.core.storage import tensor_names
 from dtype_hooks.errors import ConfigError, DtypeHooksError, LossScaleError
-from dtype_hooks.hooks.loss_scaling_wrapper import (
-    STATE_KEY,
-    ScaledWrapper,
-    SharedScaler,
-    Update,
-    scaled_wrapper,
-)
+from dtype_hooks.hooks.loss_scaling_wrapper import STATE_KEY, ScaledWrapper, scaled_wrapper
 from dtype_hooks.hooks.ranks import gather_from_ranks, raise_together
 from dtype_hooks.hooks.runner import bare_model
 

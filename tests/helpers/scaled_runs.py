@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dtype_hooks import AutocastHook
-from dtype_hooks.hooks.loss_scaling_wrapper import SharedScaler
+from dtype_hooks.core.shared_scaler import SharedScaler
 
 _count = itertools.count()
 

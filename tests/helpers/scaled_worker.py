@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dtype_hooks.core.loss_scaling import LossScale, LossScaler
+from dtype_hooks.core.shared_scaler import SharedScaler
 from dtype_hooks.hooks.checkpoints import allow_mmengine_checkpoints
-from dtype_hooks.hooks.loss_scaling_wrapper import ScaledWrapper, SharedScaler
+from dtype_hooks.hooks.loss_scaling_wrapper import ScaledWrapper
 
 K, M = 6, 6
 RANK = int(os.environ.get("RANK", 0))

@@ -505,7 +505,7 @@ def test_old_key_is_warned_of_in_one_line_and_training_goes_on(edited, run):
     assert code == 0
     assert len(lines) == 1
     assert lines[0].startswith(
-        "warning: config: got the top-level key 'fp16', which mmengine does not read; use optim_wrapper"
+        "warning: config: got the top-level key 'fp16', which mmengine does not read; use custom_hooks"
     )
 
 
