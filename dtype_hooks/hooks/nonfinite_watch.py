@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -103,8 +104,9 @@ class Watcher:
         self._batch: Any = None
         self._versions: list[tuple[Tensor, int]] = []
         self._looked = False
+        before_step = _not_compiled(self._before_step)
         self._handles = [
-            wrapper.optimizer.register_step_pre_hook(self._before_step)
+            wrapper.optimizer.register_step_pre_hook(before_step)
             for wrapper in self._wrappers
             if not self._scaled  # a gradient that overflows is routine, and the scaler leaves its step out
         ]
@@ -227,6 +229,12 @@ def _update_of(wrapper: Any, backward: Callable[..., None]) -> Callable[..., Non
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _not_compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Keep dynamo out of ``function`` where a whole train_step is compiled; importing it takes seconds."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def _sentence(what: str, ran_again: bool, gradients: Sequence[str]) -> str:
