@@ -114,9 +114,10 @@ def first_nonfinite(
 
     Weights and inputs that are not finite come first, then the forward in order of execution, then the backward in the
     order in which gradients came. Infinities that a :data:`FILLS` function wrote, that came with what the model was called
-    with or with a mask kept in it, and what merely carries them on (a mask added to scores), are legal as long as nothing
-    makes a NaN of them and none reaches the loss; a NaN that a softmax makes of a row of ``-inf`` is laid to the softmax. A
-    gradient that is no longer finite is laid to the function whose backward got finite ones.
+    with or with a mask kept in it, or that need no gradient (``log(0)`` in a table of positions), and what merely carries
+    them on (a mask added to scores), are legal as long as nothing makes a NaN of them and none reaches the loss; a NaN
+    that a softmax makes of a row of ``-inf`` is laid to the softmax. A gradient that is no longer finite is laid to the
+    function whose backward got finite ones.
 
     Args:
         scales: The recording.
@@ -167,23 +168,27 @@ class _Step:
             origin = self._origin(entry, legal)
             if self._nans(entry) or origin is None:
                 source = next((legal[order] for order in entry.inputs if order in legal), None)
-                if source is not None and _is_input(source):
-                    return self._leaves("input", [source])
-                return self._finding("forward", entry, entry, self._inputs(entry))
+                return self._made(entry if source is None or self._is_meant(source) else source)
             if self._is_end(entry):
-                if _is_input(origin):
-                    return self._leaves("input", [origin])
-                return self._finding("forward", origin, origin, self._inputs(origin))
+                return self._made(origin)
             legal[entry.order] = origin
         return None
+
+    def _made(self, entry: Entry) -> Finding | None:
+        if _is_input(entry):
+            return self._leaves("input", [entry])
+        return self._finding("forward", entry, entry, self._inputs(entry))
 
     def _origin(self, entry: Entry, legal: dict[int, Entry]) -> Entry | None:
         """Where the infinities of an entry come from, if they can be meant."""
         carried = next((legal[order] for order in entry.inputs if order in legal), None)
         if carried is not None:
             return carried
-        kept = len(entry.inputs) < SUMMANDS.get(entry.op, 0)
-        return entry if entry.op in FILLS or _is_input(entry) or kept else None
+        return entry if self._is_meant(entry) or _is_input(entry) or not entry.requires_grad else None
+
+    def _is_meant(self, entry: Entry) -> bool:
+        """Whether infinities that appear here were written, or kept in the model."""
+        return entry.op in FILLS or len(entry.inputs) < SUMMANDS.get(entry.op, 0)
 
     def _is_end(self, entry: Entry) -> bool:
         """Whether it is a loss, as far as can be told."""

@@ -119,3 +119,51 @@ def test_a_softmax_over_nothing_but_a_mask_is_the_producer():
     assert finding is not None
     assert (finding.name, finding.nans) == ("b:softmax", 12)
     assert finding.inputs[0]["infs"] == 12
+
+
+def test_an_inf_without_gradient_that_is_thrown_away_is_legal_and_one_that_makes_a_nan_is_the_producer():
+    def positions(keep: bool) -> Callable[[Tensor], Tensor]:
+        def middle(x: Tensor) -> Tensor:
+            distance = torch.arange(4.0)
+            bucket = distance.log() * 2
+            if keep:
+                return x + 0 * bucket
+            return x + torch.where(distance < 1, distance.long(), bucket.long())
+
+        return middle
+
+    assert found(positions(keep=False)) is None
+    finding = found(positions(keep=True))
+    assert finding is not None
+    assert (finding.name, finding.infs) == ("b:log", 1)
+
+
+def test_a_mask_kept_in_the_model_or_given_to_it_is_legal_until_it_reaches_the_loss():
+    mask = torch.zeros(3, 4).masked_fill(torch.ones(3, 4, dtype=torch.bool).triu(1), float("-inf"))
+    assert found(lambda x: F.softmax(x + mask, -1)) is None
+    assert found(lambda x: F.softmax(x.add_(mask), -1)) is None
+    finding = found(lambda x: x + mask, loss=lambda out: out.sum())
+    assert finding is not None
+    assert finding.name == "b:add"
+
+
+def test_a_gradient_that_overflows_by_a_scale_can_be_passed_over():
+    torch.manual_seed(0)
+    model = Net(lambda x: (x * 0).sqrt() + x)
+    with track_scales(model) as scales:
+        model(torch.randn(3, 4))["out"][0].mean().backward()
+    assert first_nonfinite(scales) is not None
+    assert first_nonfinite(scales, backward=False) is None
+
+
+def test_what_a_part_of_a_model_got_is_not_called_finite():
+    torch.manual_seed(0)
+    model = Net(lambda x: (x * 0 - 1).log())
+    with track_scales(model, patterns="^c$") as scales:
+        model(torch.randn(3, 4))["out"][0].mean().backward()
+    finding = first_nonfinite(scales, whole=False)
+    assert finding is not None
+    assert (
+        str(finding)
+        == "12 NaN from 'linear' in module 'c' ('c:linear'), forward, the first that was recorded"
+    )
