@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import weakref
 from pathlib import Path
@@ -502,6 +503,23 @@ def test_a_run_resumed_between_two_steps_has_lost_the_first_micro_batches(tmp_pa
     weight = row_of(rows_of(going_on), "head.weight", "backward")
     assert weight["grad_scale"] == 0.5
     assert close(weight["std"], going_on.model.of_weight[0])
+
+
+# With the other hooks
+
+OVERRIDER = {"type": "DtypeOverrider", "patterns": ["^bn$"], "dtype": "float32", "override_parameters": True}
+
+
+def test_the_three_hooks_go_together_in_any_order(tmp_path: Path):
+    hooks = {
+        "tracker": {**QUIET, "interval": 2, "watch_nonfinite": True},
+        "autocast": {"type": "AutocastHook", "dtype": "float16", "loss_scale": "dynamic"},
+        "overrider": OVERRIDER,
+    }
+    without = outcome(tmp_path, None, hooks=[dict(hooks["autocast"]), dict(OVERRIDER)], iters=3)
+    for order in itertools.permutations(hooks):
+        given = [dict(hooks[name]) for name in order]
+        assert outcome(tmp_path, None, hooks=given, iters=3) == without, order
 
 
 # Outputs
