@@ -24,7 +24,7 @@ def test_docstring_examples_run():
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.split("\n")[0][:40] for block in BLOCKS])
-def test_readme_block_runs(block, tmp_path):
+def test_readme_block_runs(block, tmp_path, monkeypatch):
     """Blocks with ``custom_hooks`` are configs and must parse as one; the others are programs."""
     if re.search(r"^(custom_hooks|hooks) = ", block, flags=re.MULTILINE):
         path = tmp_path / "config.py"
@@ -34,6 +34,7 @@ def test_readme_block_runs(block, tmp_path):
             dtype_hooks.hooks.DtypeOverrider for hook in cfg.custom_hooks if hook["type"] == "DtypeOverrider"
         )
     else:
+        monkeypatch.chdir(tmp_path)  # some write files
         exec(compile(block, "README.md", "exec"), {})
 
 

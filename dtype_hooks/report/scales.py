@@ -73,12 +73,13 @@ def edge_table(rows: Sequence[Row], number_format: str, top: int = 20, width: in
     """The ``top`` tensors closest to an edge of one format; one line where no tensor is near one.
 
     See :func:`edge_rank` for the order. :data:`LEGEND` explains the columns. Tensors without a finite nonzero
-    value are left out: zero has no edge.
+    value are left out: zero has no edge; and those of one element: a loss and its gradient, which carry the loss scale and
+    are float32 in every recipe, would fill the top.
     """
-    measured = (row for row in rows if row.get("amax"))
+    measured = (row for row in rows if row.get("amax") and row.get("numel", 0) > 1)
     ranked = _first_of_each(sorted(measured, key=lambda row: edge_rank(row, number_format)))
     if not ranked:
-        return f"{number_format}: no tensor with a nonzero value{at_iteration(rows)}"
+        return f"{number_format}: no tensor of several elements with a nonzero value{at_iteration(rows)}"
     if not is_near(ranked[0], number_format):
         least = ranked[0]
         return _filled(

@@ -19,8 +19,10 @@ from dtype_hooks.scales.statistics import gather, measure
 def scale_row(
     name: str, values: Any = (1.0, -1.0), order: int = 0, direction: str = "forward", **columns: Any
 ) -> dict[str, Any]:
-    """The row of a tensor of these values, in float64; ``columns`` are put over it, ``iter=100`` for one."""
+    """The row of a tensor of these values, in float64, of one value twice; ``columns`` are put over it, ``iter=100`` for one."""
     tensor = torch.as_tensor(values, dtype=torch.float64)
+    if tensor.numel() == 1:  # tables of edges leave out single elements
+        tensor = tensor.reshape(-1).expand(2)
     module, colon, op = name.partition(":")
     if not colon:
         module, _, op = name.rpartition(".")

@@ -120,7 +120,7 @@ def test_gradients_are_taken_as_they_existed_and_it_is_said():
 def test_a_format_that_nothing_comes_near_is_one_sentence():
     text = edge_table(recorded_rows(2, iteration=300), "bfloat16", width=80)
 
-    assert text.startswith("bfloat16: none of 47 tensors near an edge, iteration 300; the closest is")
+    assert text.startswith("bfloat16: none of 45 tensors near an edge, iteration 300; the closest is")
     assert "|" not in text
     assert "over, under" not in edge_report(recorded_rows(1), ["bfloat16"])
 
@@ -128,8 +128,13 @@ def test_a_format_that_nothing_comes_near_is_one_sentence():
 def test_tensors_without_a_finite_nonzero_value_have_no_edge():
     rows = [scale_row("m:zeros", [0.0, 0.0]), scale_row("m:nans", [NAN, NAN]), scale_row("m:empty", [])]
 
-    assert edge_table(rows, "float16") == "float16: no tensor with a nonzero value"
+    assert edge_table(rows, "float16") == "float16: no tensor of several elements with a nonzero value"
     assert names(edge_table([*rows, scale_row("m:big", [65000.0])], "float16", width=100)) == ["m:big"]
+
+
+def test_a_loss_and_its_gradient_do_not_fill_the_top():
+    loss = {**scale_row(":mean", [1e6, 1e6]), "numel": 1}
+    assert names(edge_table([loss, scale_row("m:linear", [9e4, 1.0])], "float16")) == ["m:linear"]
 
 
 def test_the_first_nan_stands_above_what_it_made():
@@ -379,7 +384,11 @@ def test_functions_are_counted_by_the_dtype_of_their_results():
     with torch.autocast("cpu", torch.bfloat16), track_scales(model, level="aten") as scales:
         model(torch.ones(2, 3, 5, 5)).backward()
     table = operations_table(scales.rows(), width=80)
-    cells = {line.split("|")[1].strip(): line.replace(" ", "") for line in table.splitlines() if line.startswith("|")}
+    cells = {
+        line.split("|")[1].strip(): line.replace(" ", "")
+        for line in table.splitlines()
+        if line.startswith("|")
+    }
     assert cells["function"] == "|function|float32|bfloat16|"
     assert cells["conv2d"] == "|conv2d||1|"
     assert cells["flatten"] == "|flatten||1|"
