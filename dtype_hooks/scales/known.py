@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtype_hooks.scales.operations import tensors_in
+from dtype_hooks.scales.operations import FILLED, tensors_in
 from dtype_hooks.scales.record import Entry
 from dtype_hooks.scales.statistics import Measurement
 
@@ -17,11 +17,22 @@ class KnownTensors:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[weakref.ref[torch.Tensor], int, Entry]] = {}
+        self._raw: set[int] = set()
+        self._since = 0
 
     def add(self, tensor: torch.Tensor, entry: Entry) -> None:
         """Remember that ``entry`` is of ``tensor`` as it is now."""
-        version = -1 if tensor.is_inference() else tensor._version
+        version = -1 if entry.op in FILLED or tensor.is_inference() else tensor._version
         self._held[id(tensor)] = (weakref.ref(tensor), version, entry)
+
+    def is_raw(self, tensor: Any) -> None:
+        """The memory of ``tensor`` may be written from now on without its version telling."""
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            self._raw.add(_memory(tensor))
+
+    def distrust(self, order: int) -> None:
+        """What was recorded before ``order`` may have been written to without its version telling."""
+        self._since = order
 
     def orders(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
         """``order`` of the latest entry of each tensor among a function's arguments, those in containers included."""
@@ -41,12 +52,15 @@ class KnownTensors:
             return None
         if source.is_inference() or source._version != held[1]:
             return None
+        if held[2].order < self._since or (self._raw and _memory(source) in self._raw):
+            return None
         same = source.numel() == result.numel() and source.dtype == result.dtype
         return held[2].forward if same else None
 
     def clear(self) -> None:
         """Forget all."""
         self._held.clear()
+        self._raw.clear()
 
 
 class KnownGradient:
@@ -80,6 +94,16 @@ class KnownGradient:
         if self._storage is not None:
             torch.UntypedStorage._free_weak_ref(self._storage)
         self._key = self._storage = self._measured = None
+
+    def __del__(self) -> None:
+        self.clear()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What names a tensor's memory while it lives."""
+    with torch._C.DisableTorchFunction():
+        address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtype_hooks.scales.operations import DESCENDED, LEFT_OUT, inside_of, is_setter, operation_name
+from dtype_hooks.scales.operations import DESCENDED, LEFT_OUT, RAW, has_own_way, inside_of, is_setter, operation_name
 
 if TYPE_CHECKING:
     from dtype_hooks.scales.recorder import Recorder
@@ -28,10 +29,12 @@ class FunctionMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is DESCENDED:
+        if func is DESCENDED and not any(map(has_own_way, types)):
             with self:
                 return inside_of(func)(*args, **kwargs)
         outputs = func(*args, **kwargs)
+        if func in RAW:
+            self._recorder.gave_memory(args)
         if isinstance(outputs, _MAY_HOLD_TENSORS):
             if type(outputs) is not torch.Size and self._recorder.is_listening:
                 name = operation_name(func)
@@ -71,6 +74,22 @@ def leave(mode: TorchFunctionMode | TorchDispatchMode) -> bool:
         return False
     mode.__exit__(None, None, None)
     return True
+
+
+def take_off(mode: TorchFunctionMode | TorchDispatchMode) -> None:
+    """Take ``mode`` off, wherever it is on this thread's stack: those that were put on since stay."""
+    if not is_on(mode):
+        return
+    pop, push = (
+        (_pop_mode, _push_mode)
+        if isinstance(mode, TorchFunctionMode)
+        else (_python_dispatch._pop_mode, _python_dispatch._push_mode)
+    )
+    above: list[Any] = []
+    while not leave(mode):
+        above.append(pop())
+    for each in reversed(above):
+        push(each)
 
 
 def _stack_of(mode: TorchFunctionMode | TorchDispatchMode) -> tuple[Callable[[int], Any], int]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _SLOT = "_compiled_call_impl"
 It lies in one module's ``__dict__``, is left out of copies and pickles, and is seen by all threads. Changing
 ``nn.Module.__call__`` itself would make Python forget what it knows of every module class, at each recorded step.
 """
+
+_MADE_BY_TRANSFORMS = "torch._functorch.autograd_function"
 
 _PATCHING = threading.Lock()
 
@@ -51,7 +54,7 @@ class _Patch:
 
     def _put(self, value: Any) -> None:
         if not isinstance(self.owner, nn.Module):
-            setattr(self.owner, self.name, value)
+            delattr(self.owner, self.name) if value is None else setattr(self.owner, self.name, value)
         elif value is None:
             del self.owner.__dict__[self.name]
         else:
@@ -92,20 +95,63 @@ class _Call(_Patch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.place, self.previous or self.owner._call_impl, args, kwargs)
 
+    def __reduce_ex__(self, _: Any) -> tuple:
+        """Nothing, in a copy or a pickle: some modules hand over their whole ``__dict__``."""
+        return type(None), ()
+
+    def call_of(self, replica: nn.Module) -> Original:
+        """The same for a replica, which holds other parameters under the same names."""
+        below = _patch_of(self.previous)
+        original = below.call_of(replica) if isinstance(below, _Call) else replica._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.around(self.place, original, args, kwargs)
+
+        return call
+
+
+class _Replicate(_Patch):
+    """What ``nn.DataParallel`` makes replicas with: they get the module's ``__dict__``, and with it the module's own call."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.modules["torch.nn.parallel.data_parallel"], "replicate")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replicas = self.previous(*args, **kwargs)
+        for replica in replicas:
+            for module in replica.modules():
+                call = module.__dict__.get(_SLOT)
+                if isinstance(call, _Call):
+                    module.__dict__[_SLOT] = call.call_of(module)
+        return replicas
+
 
 class _Apply(_Patch):
-    """``torch.autograd.Function.apply`` of every custom function."""
+    """``apply`` of every custom ``torch.autograd.Function``.
 
-    def __init__(self, after: Callable[[type, tuple, dict, Any], None]) -> None:
-        self.after = after
-        super().__init__(torch.autograd.Function, "apply")
+    It lies where ``Function.apply`` looks for torch's own, so that an ``f = MyFunction.apply`` of long ago is seen, too.
+    """
+
+    def __init__(
+        self,
+        after: Callable[[type, tuple, dict, Any], None],
+        recomputing: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self.after, self.recomputing = after, recomputing
+        super().__init__(torch.autograd.function._SingleLevelFunction, "apply")
 
     def as_attribute(self) -> Any:
         """A class method: which function it is comes first."""
 
         def apply(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            outputs = self.previous.__func__(cls, *args, **kwargs)
-            if not issubclass(cls, CheckpointFunction):
+            if self.previous is None:
+                original = super(self.owner, cls).apply  # type: ignore[misc]
+            else:
+                original = partial(self.previous.__func__, cls)
+            if issubclass(cls, CheckpointFunction):
+                return original(self.recomputing(args[0]), *args[1:], **kwargs)
+            outputs = original(*args, **kwargs)
+            if issubclass(cls, torch.autograd.Function) and cls.__module__ != _MADE_BY_TRANSFORMS:
                 self.after(cls, args, kwargs, outputs)
             return outputs
 
@@ -116,13 +162,13 @@ class _Apply(_Patch):
 class _Backward(_Patch):
     """``torch.autograd.backward``, which ``Tensor.backward`` calls."""
 
-    def __init__(self, after: Callable[[], None]) -> None:
-        self.after = after
+    def __init__(self, around: Callable[[], AbstractContextManager]) -> None:
+        self.around = around
         super().__init__(torch.autograd, "backward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.previous(*args, **kwargs)
-        self.after()
+        with self.around():
+            self.previous(*args, **kwargs)
 
     def begin_eager(self) -> None:
         """Run compiled code eagerly from here on, where any can be: importing dynamo takes seconds."""
@@ -145,19 +191,22 @@ def watch_calls(
     places: Iterable[Place],
     around_call: AroundCall,
     after_function: Callable[[type, tuple, dict, Any], None],
-    after_backward: Callable[[], None],
+    recomputing: Callable[[Callable[..., Any]], Callable[..., Any]],
+    around_backward: Callable[[], AbstractContextManager],
 ) -> Iterator[None]:
     """Have ``around_call(place, original, args, kwargs)`` make the calls of the places' modules, in all threads.
 
     ``after_function(cls, args, kwargs, outputs)`` is told of every ``torch.autograd.Function`` that was applied, save the
-    one that checkpointing is made of: its outputs are those of the function that it runs. ``after_backward()`` is told of
-    every ``torch.autograd.backward`` that has come to its end. Compiled code runs eagerly.
+    one that checkpointing is made of: its outputs are those of the function that it runs, in whose place
+    ``recomputing(function)`` is run, in the forward and again in the backward. Every ``torch.autograd.backward`` runs inside
+    an ``around_backward()``. Compiled code runs eagerly.
     """
     patches: list[_Patch] = []
-    backward = _Backward(after_backward)
+    backward = _Backward(around_backward)
     try:
         backward.begin_eager()
-        patches.append(_Apply(after_function))
+        patches.append(_Apply(after_function, recomputing))
+        patches.append(_Replicate())
         for place in places:
             patches.append(_Call(place, around_call))
         yield

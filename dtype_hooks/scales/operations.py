@@ -19,6 +19,20 @@ SAME_VALUES = frozenset(
 )
 """Functions whose result has the elements of their first argument in some order, when numel and dtype agree."""
 
+FILLED = frozenset(
+    {*("zeros", "ones", "full"), *("zeros_like", "ones_like", "full_like"), *("new_zeros", "new_ones", "new_full")}
+)
+"""Functions whose result may be the buffer that an extension writes into, which no version counter tells of."""
+
+RAW = frozenset(
+    {
+        *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+        *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.data_ptr),
+        *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.set_),
+    }
+)
+"""Functions that give a tensor's memory away: what is written there since, no version counter tells of."""
+
 SAME_GRADIENT = SAME_VALUES | {"add", "add_", "iadd", "radd"}
 """Functions whose backward may hand the gradient's own memory on to what they were called with."""
 
@@ -26,7 +40,7 @@ _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 )
 _NO_NEW_TENSOR = frozenset(
-    {"requires_grad_", "detach_", "retain_grad", "share_memory_", "grad", "_base", "_grad"}
+    {"requires_grad_", "detach_", "retain_grad", "share_memory_", "grad", "_base", "_grad", "tolist"}
 )
 LEFT_OUT = _UNINITIALISED | _NO_NEW_TENSOR
 """Functions whose result is memory that nobody has written yet, or no new value."""
@@ -41,7 +55,8 @@ def operation_name(func: Callable[..., Any]) -> str:
     """The name of a function as its caller knows it: ``softmax``, ``add``, ``T`` for the attribute, ``setitem``."""
     name = getattr(func, "__name__", None) or type(func).__name__
     if name == "__get__":
-        return func.__self__.__name__  # type: ignore[attr-defined]
+        attribute = func.__self__  # type: ignore[attr-defined]
+        return getattr(attribute, "__name__", None) or type(attribute).__name__
     if name.startswith("__") and name.endswith("__"):
         return name[2:-2]
     return name
@@ -59,21 +74,32 @@ def inside_of(func: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
+def has_own_way(cls: type) -> bool:
+    """Whether a tensor's class says itself what functions do, and may know one as a whole."""
+    own = getattr(cls, "__torch_function__", None)
+    plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    return getattr(own, "__func__", own) not in [getattr(each, "__func__", each) for each in plain]
+
+
 def is_setter(func: Callable[..., Any]) -> bool:
     """Whether ``func`` returns None and writes into its first argument: ``z[i] = value``."""
     return getattr(func, "__name__", None) in _SETTERS
 
 
-def tensors_in(value: Any, label: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(label, tensor)`` of nested tuples, lists and mappings: ``("", t)``, ``("[0]", t)``, ``("[logits]", t)``."""
+def tensors_in(value: Any, label: str = "", inside: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(label, tensor)`` of nested tuples, lists and mappings: ``("", t)``, ``("[0]", t)``, ``("[logits]", t)``.
+
+    ``inside`` are the ``id`` of the containers that ``value`` is in: one that holds itself is gone into once.
+    """
     if isinstance(value, torch.Tensor):
         yield label, value
     elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{label}[{index}]")
-    elif isinstance(value, Mapping):
+        if id(value) not in inside:
+            for index, item in enumerate(value):
+                yield from tensors_in(item, f"{label}[{index}]", (*inside, id(value)))
+    elif isinstance(value, Mapping) and id(value) not in inside:
         for key, item in value.items():
-            yield from tensors_in(item, f"{label}[{key}]")
+            yield from tensors_in(item, f"{label}[{key}]", (*inside, id(value)))
 
 
 def _nobody(*_: Any) -> bool:

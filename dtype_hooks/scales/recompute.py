@@ -7,6 +7,7 @@ from bisect import bisect_left
 from operator import itemgetter
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from dtype_hooks.scales.record import Entry
 
@@ -52,6 +53,11 @@ class Recomputes:
             nth = counts[key] = counts.get(key, -1) + 1
         first = bisect_left(calls, start, key=lambda call: next(iter(call.values())).order)
         return calls[first + nth] if first + nth < len(calls) else None
+
+
+def is_checkpoint(node: object) -> bool:
+    """Whether an autograd node is reentrant checkpointing's own."""
+    return isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

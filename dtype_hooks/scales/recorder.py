@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,14 +18,14 @@ from dtype_hooks.core.number_formats import DEFAULT_FORMATS, NumberFormat, resol
 from dtype_hooks.core.selection import Selection
 from dtype_hooks.errors import ConfigError
 from dtype_hooks.scales.known import KnownGradient, KnownTensors
-from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave
+from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave, take_off
 from dtype_hooks.scales.module_calls import watch_calls
 from dtype_hooks.scales.operations import SAME_GRADIENT, SAME_VALUES, tensors_in
 from dtype_hooks.scales.places import Place, Places
-from dtype_hooks.scales.recompute import Call, Recomputes, backward_node, in_backward
+from dtype_hooks.scales.recompute import Call, Recomputes, backward_node, in_backward, is_checkpoint
 from dtype_hooks.scales.record import Entry, Scales
 from dtype_hooks.scales.statistics import Measurement, Workspace, can_measure, measure
-from dtype_hooks.scales.undisturbed import undisturbed
+from dtype_hooks.scales.undisturbed import are_transforms_active, undisturbed
 
 LEVELS = ("functions", "aten")
 FORMAT_NAMES = tuple(each.name for each in DEFAULT_FORMATS)
@@ -117,9 +118,14 @@ class _Thread(threading.local):
     busy = False
     recomputing = False
     paused: tuple[Any, ...] = ()
+    stepping: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
         self.known = KnownGradient()
+
+
+_NOWHERE = Place("", False, nn.Module())
+"""Where a checkpointed function runs again that was called outside of the model: the forward did not record it."""
 
 
 class Recorder:
@@ -148,8 +154,8 @@ class Recorder:
         self._thread = _Thread()
         self._lock = threading.RLock()
         self._handles: list[RemovableHandle] = []
-        self._leaves: list[torch.Tensor] = []
-        self._of_parameters: list[tuple[Entry, torch.Tensor, tuple]] = []
+        self._leaves: list[weakref.ref[torch.Tensor]] = []
+        self._of_parameters: list[tuple[Entry, torch.Tensor]] = []
         self._calls: dict[tuple[str, str], list[Call]] = {}
         self._recomputes = Recomputes()
         self._workspace = Workspace()
@@ -163,9 +169,16 @@ class Recorder:
         with ExitStack() as region:
             region.callback(self._close)
             region.enter_context(
-                watch_calls(self._places.values(), self._call, self._after_function, self._after_backward)
+                watch_calls(
+                    self._places.values(),
+                    self._call,
+                    self._after_function,
+                    self._recomputing,
+                    self._around_backward,
+                )
             )
             self._open = True
+            region.callback(register_optimizer_step_post_hook(self._after_step).remove)
             if self._parameters:
                 self._record_parameters()
             if self._everything:
@@ -177,17 +190,27 @@ class Recorder:
         """Have the modes on in this thread, save while an optimizer steps: its functions are many, and not the model's."""
         for mode in self._modes:
             mode.__enter__()
-            region.callback(leave, mode)
+            region.callback(take_off, mode)
         region.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        region.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
-    def _before_step(self, *_: Any) -> None:
-        self._thread.paused = tuple(mode for mode in reversed(self._modes) if leave(mode))
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        thread = self._thread
+        if not thread.stepping or thread.stepping[0] is optimizer:  # its last step ended in an exception
+            thread.stepping = (optimizer,)
+            thread.paused += tuple(mode for mode in reversed(self._modes) if leave(mode))
+        else:  # an optimizer that steps inside another's step
+            thread.stepping += (optimizer,)
 
-    def _after_step(self, *_: Any) -> None:
-        for mode in reversed(self._thread.paused):
-            mode.__enter__()
-        self._thread.paused = ()
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._known.distrust(len(self.scales))  # it may have written into ``p.data``
+        thread = self._thread
+        while thread.stepping and thread.stepping[-1] is not optimizer:
+            thread.stepping = thread.stepping[:-1]
+        thread.stepping = thread.stepping[:-1]
+        if not thread.stepping and self._open:
+            for mode in reversed(thread.paused):
+                mode.__enter__()
+            thread.paused = ()
 
     def __exit__(self, *exc: object) -> None:
         self._region.close()
@@ -196,14 +219,16 @@ class Recorder:
         self._open = False
         for handle in self._handles:
             handle.remove()
-        for leaf in self._leaves:
-            if not leaf._backward_hooks:
+        for reference in self._leaves:
+            leaf = reference()
+            if leaf is not None and not leaf._backward_hooks:
                 leaf._backward_hooks = None
         self._handles.clear()
         self._leaves.clear()
         self._of_parameters.clear()
         self._known.clear()
         self._thread.known.clear()
+        self._thread.stepping = self._thread.paused = ()
         self._places = {}
 
     # What the modes and patches call
@@ -235,8 +260,9 @@ class Recorder:
         return all(map(is_on, self._modes))
 
     def _recompute(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """A module is called inside a backward: by activation checkpointing, of either kind or written by hand."""
-        if self._recomputes.start() is None:  # the forward ran with gradients: its tensors have their hooks
+        """A module is called inside a backward: by checkpointing that is not reentrant, or a recompute written by hand."""
+        if self._recomputes.start() is None or is_checkpoint(torch._C._current_autograd_node()):
+            # the forward ran with gradients: its tensors have their hooks
             self._thread.busy, busy = True, self._thread.busy
             try:
                 return original(*args, **kwargs)
@@ -260,20 +286,48 @@ class Recorder:
 
     def _after_function(self, cls: type, args: tuple, kwargs: dict, outputs: Any) -> None:
         if self.is_listening:
-            self.saw(cls.__name__, args, kwargs, outputs)
+            self.saw(cls.__name__, args, kwargs, outputs, is_custom=True)
+
+    def _recomputing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What reentrant checkpointing runs in place of ``function``: in the backward it is where it was in the forward."""
+        place = self._thread.place or _NOWHERE
+        has_run = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if not has_run or not self._open:
+                has_run = True
+                return function(*args, **kwargs)
+            thread = self._thread
+            before = thread.place, thread.recomputing
+            thread.place, thread.recomputing = place, True
+            try:
+                return self._with_modes(function, args, kwargs) if place.wanted else function(*args, **kwargs)
+            finally:
+                thread.place, thread.recomputing = before
+
+        return run
+
+    def gave_memory(self, args: tuple) -> None:
+        """A function was called that lets the memory of ``args[0]`` be written to unseen."""
+        if args and not self._thread.busy and self._open:
+            self._known.is_raw(args[0])
 
     @property
     def is_listening(self) -> bool:
         """Whether what runs in this thread now is to be recorded."""
         thread = self._thread
-        if thread.busy or not self._open:
+        if thread.busy or not self._open or are_transforms_active():
             return False
         if thread.place is None:
             return self._everything and torch.is_grad_enabled()
         return thread.place.wanted
 
-    def saw(self, op: str, args: tuple, kwargs: dict, outputs: Any) -> None:
-        """A function named ``op`` was called with ``args`` and ``kwargs`` and has returned ``outputs``."""
+    def saw(self, op: str, args: tuple, kwargs: dict, outputs: Any, is_custom: bool = False) -> None:
+        """A function named ``op`` was called with ``args`` and ``kwargs`` and has returned ``outputs``.
+
+        ``is_custom`` says that it is an autograd function, whose backward may write into the gradient that it gets.
+        """
         if isinstance(outputs, torch.Tensor):
             tensors = [("", outputs)] if can_measure(outputs) else []
         else:
@@ -282,13 +336,19 @@ class Recorder:
         if place is None:
             tensors = [each for each in tensors if each[1].requires_grad]
         if tensors:
-            self._record("" if place is None else place.name, op, tensors, args, kwargs)
+            self._record("" if place is None else place.name, op, tensors, args, kwargs, is_custom)
 
     def _record(
-        self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], args: tuple, kwargs: dict
+        self,
+        module: str,
+        op: str,
+        tensors: list[tuple[str, torch.Tensor]],
+        args: tuple,
+        kwargs: dict,
+        is_custom: bool = False,
     ) -> None:
         if in_backward():
-            self._record_again(module, op, tensors)
+            self._record_again(module, op, tensors, is_custom)
             return
         inputs = self._known.orders(args, kwargs)
         source = args[0] if args and op in SAME_VALUES else None
@@ -297,12 +357,14 @@ class Recorder:
         with self._lock:
             calls = self._calls.setdefault((module, op), [])
             for (label, tensor), each in zip(tensors, measured, strict=True):
+                while label in call:  # keys that look alike: 1 and "1"
+                    label += "'"
                 call[label] = self._new(tensor, module, op, len(calls), label, "activation", each, inputs)
             calls.append(call)
-        for label, tensor in tensors:
-            self._known.add(tensor, call[label])
+        for (_, tensor), entry in zip(tensors, call.values(), strict=True):
+            self._known.add(tensor, entry)
             if tensor.requires_grad:
-                self._hook(tensor, call[label])
+                self._hook(tensor, entry, is_custom)
         if not torch.is_grad_enabled():
             self._recomputes.mark(min(entry.order for entry in call.values()))
 
@@ -320,20 +382,22 @@ class Recorder:
         of_tensor = (tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
         return self.scales.add(module, op, occurrence, output, kind, *of_tensor, measured, inputs)
 
-    def _record_again(self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _record_again(
+        self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], is_custom: bool
+    ) -> None:
         """A function of a recompute: its tensors' gradients belong to the records that the forward made."""
         call = self._recomputes.find((module, op), self._calls.get((module, op), []))
         if call is None:
             return
         for label, tensor in tensors:
             if label in call and tensor.requires_grad:
-                self._hook(tensor, call[label])
+                self._hook(tensor, call[label], is_custom)
         if not torch.is_grad_enabled():
             self._recomputes.mark(min(entry.order for entry in call.values()))
 
     def saw_kernel(self, op: str, outputs: Any) -> None:
         """A kernel below the functions has returned ``outputs``, in the forward or in the backward."""
-        if self._thread.busy or not self._open:
+        if self._thread.busy or not self._open or are_transforms_active():
             return
         backward = in_backward()
         if backward and self._thread.recomputing:  # the forward has shown it
@@ -384,13 +448,18 @@ class Recorder:
         finally:
             thread.busy = busy
 
-    def _hook(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def _hook(self, tensor: torch.Tensor, entry: Entry, is_custom: bool = False) -> None:
         """Have the gradient of ``tensor`` recorded."""
         if not self._backward:
             return
-        if tensor.is_leaf and tensor._backward_hooks is None:
-            self._leaves.append(tensor)
-        hook = partial(self._pass_on if entry.op in SAME_GRADIENT else self._gradient, entry)
+        # Asked for its function, a view whose memory was written to through another tensor is brought up to date;
+        # torch (2.13) crashes when a hook is put on one that is not.
+        if tensor.grad_fn is None and tensor._backward_hooks is None:
+            self._leaves.append(weakref.ref(tensor))
+        if is_custom:
+            hook = partial(self._hand_over, entry)
+        else:
+            hook = partial(self._pass_on if entry.op in SAME_GRADIENT else self._gradient, entry)
         if torch._C._len_torch_function_stack():
             with torch._C.DisableTorchFunction():
                 self._handles.append(tensor.register_hook(hook))
@@ -408,6 +477,11 @@ class Recorder:
             self._thread.known.set(gradient, measured)
             self._add_gradient(entry, measured)
 
+    def _hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """As :meth:`_gradient`, for a function whose backward may write into the gradient, past its version."""
+        self._gradient(entry, gradient)
+        self._thread.known.clear()
+
     def _add_gradient(self, entry: Entry, measured: Measurement) -> None:
         with self._lock:
             entry.backward.append(measured)
@@ -422,7 +496,7 @@ class Recorder:
 
     def _record_inputs(self, args: tuple, kwargs: dict) -> None:
         root = self._thread.place
-        if root is None or not root.wanted:
+        if root is None or not root.wanted or are_transforms_active():
             return
         inputs = dict(enumerate(args)) | kwargs
         tensors = [(label, tensor) for label, tensor in tensors_in(inputs) if can_measure(tensor)]
@@ -445,18 +519,53 @@ class Recorder:
         entry = self._new(parameter, module, last, 0, "", "parameter", measured)
         self._known.add(parameter, entry)
         if self._backward and parameter.requires_grad:
-            self._of_parameters.append((entry, parameter, _state_of(parameter.grad)))
+            self._of_parameters.append((entry, parameter))
+            if parameter._post_accumulate_grad_hooks:
+                self._read_first(entry, parameter)
 
-    def _after_backward(self) -> None:
-        """Read the gradients of parameters: reduced over ranks, and summed where a backward comes in several parts."""
+    def _read_first(self, entry: Entry, parameter: torch.Tensor) -> None:
+        """Read its gradient before the hooks that are there use it, which may let it go: an optimizer in the backward."""
+
+        def read(of: torch.Tensor) -> None:
+            if self._open:
+                self._read_gradient(entry, of.grad)
+
+        with torch._C.DisableTorchFunction():
+            handle = parameter.register_post_accumulate_grad_hook(read)
+        hooks = parameter._post_accumulate_grad_hooks
+        first = {handle.id: hooks.pop(handle.id), **hooks}
+        hooks.clear()  # torch calls them in the order of insertion, not in that of the OrderedDict
+        hooks.update(first)
+        self._handles.append(handle)
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Read the gradients that a backward changed: reduced over ranks, and summed where it comes in several parts."""
         if not self._open or in_backward():  # inside another backward
+            yield
             return
-        for entry, parameter, before in self._of_parameters:
+        before = [_State(parameter.grad) for _, parameter in self._of_parameters]
+        yield
+        for (entry, parameter), state in zip(list(self._of_parameters), before, strict=False):
             gradient = parameter.grad
-            if gradient is not None and _state_of(gradient) != before and can_measure(gradient):
-                entry.backward[:] = [self._measured(gradient)]
-                self._count_gradient(entry)
+            if gradient is not None and not state.is_of(gradient):
+                self._read_gradient(entry, gradient)
+
+    def _read_gradient(self, entry: Entry, gradient: torch.Tensor | None) -> None:
+        if can_measure(gradient):
+            entry.backward[:] = [self._measured(gradient)]  # type: ignore[arg-type]
+            self._count_gradient(entry)
 
 
-def _state_of(gradient: torch.Tensor | None) -> tuple:
-    return () if gradient is None else (id(gradient), gradient._version)
+class _State:
+    """Which tensor a gradient was, and in which version."""
+
+    __slots__ = ("_gradient", "_version")
+
+    def __init__(self, gradient: torch.Tensor | None) -> None:
+        self._gradient = None if gradient is None else weakref.ref(gradient)
+        self._version = None if gradient is None else gradient._version
+
+    def is_of(self, gradient: torch.Tensor) -> bool:
+        """Whether it is that tensor, unchanged."""
+        return self._gradient is not None and self._gradient() is gradient and gradient._version == self._version

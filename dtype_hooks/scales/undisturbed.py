@@ -12,6 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 Result = TypeVar("Result")
 
 
+def are_transforms_active() -> bool:
+    """Whether a ``torch.func`` transform runs in this thread: any function, ours too, then makes wrapped tensors."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
+
+
 def undisturbed(tensor: torch.Tensor, compute: Callable[..., Result], *args: object) -> Result:
     """``compute(tensor, *args)`` without gradients, modes of anybody, and autocast on the tensor's device.
 
