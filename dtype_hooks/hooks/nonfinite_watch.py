@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class Watcher:
         self._batch: Any = None
         self._versions: list[tuple[Tensor, int]] = []
         self._looked = False
-        before_step = _not_compiled(self._before_step)
+        before_step = partial(_outside_dynamo("torch._dynamo" in sys.modules), self)
         self._handles = [
             wrapper.optimizer.register_step_pre_hook(before_step)
             for wrapper in self._wrappers
@@ -231,10 +232,11 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _not_compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Keep dynamo out of ``function`` where a whole train_step is compiled; importing it takes seconds."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return function if dynamo is None else dynamo.disable(function)
+@lru_cache
+def _outside_dynamo(is_there: bool) -> Callable[..., None]:
+    """Where a whole train_step is compiled dynamo must not trace our look at it; importing dynamo takes seconds."""
+    function = Watcher._before_step
+    return torch.compiler.disable(function) if is_there else function
 
 
 def _sentence(what: str, ran_again: bool, gradients: Sequence[str]) -> str:
@@ -254,13 +256,23 @@ def _losses(outputs: Any) -> list[Tensor]:
 
 
 def _is_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are; one pass in fused kernels, one synchronisation a device."""
+    """Whether all are; one pass over them, one synchronisation a device."""
     plain = [tensor.detach() for tensor in tensors if can_measure(tensor) and tensor.numel()]
-    if not plain:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in plain:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return all(_all_finite(device, here) for device, here in by_device.items())
+
+
+def _all_finite(device: torch.device, tensors: list[Tensor]) -> bool:
+    if device.type != "cpu":  # fused
+        norms = torch._foreach_norm(tensors, float("inf"))
+        return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
+    # A sum costs a tenth of the norm. It can pass the dtype's maximum where no element does, so a bad one is looked into.
+    if torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).isfinite().all():
         return True
-    norms = torch._foreach_norm(plain, float("inf"))
-    by_device = {
-        device: [norm.float() for norm in norms if norm.device == device]
-        for device in {n.device for n in norms}
-    }
-    return all(bool(torch.stack(here).isfinite().all()) for here in by_device.values())
+    return all(bool(_comparable(tensor).isfinite().all()) for tensor in tensors)
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.itemsize == 1 else tensor

@@ -429,6 +429,30 @@ def test_a_batch_that_the_model_changes_is_not_run_again_in_another_state(tmp_pa
     assert "could not be run again (the model changes its batch in place)" in log_of(runner)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_large_but_finite_gradients_are_finite(dtype: torch.dtype, tmp_path: Path):
+    """Their sum is not."""
+    largest = torch.finfo(dtype).max
+
+    class Large(Plain):
+        def forward(self, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+            loss = super().forward(x, y)["loss"]
+            self.head.weight.grad = torch.full_like(self.head.weight, largest)
+            return {"loss": loss * 0}
+
+    class Stored(Large):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to(dtype)
+
+        def forward(self, x: Tensor, y: Tensor, mode: str = "loss") -> Any:
+            return super().forward(x.to(dtype), y)
+
+    runner = tracked(tmp_path, BOTH["watched"], Stored, iters=1, optimizer={"type": "SGD", "lr": 0.0})
+    runner.train()
+    assert "not finite" not in log_of(runner)
+
+
 def test_a_buffer_that_the_step_replaces_is_put_back(tmp_path: Path):
     class Replaces(Plain):
         def __init__(self) -> None:
