@@ -88,6 +88,7 @@ class Scales:
     def __init__(self, formats: tuple[NumberFormat, ...]) -> None:
         self.formats = formats
         self.entries: list[Entry] = []
+        self._merged: list[tuple[Entry, str, TensorStatistics]] | None = None
 
     def add(self, *columns: Any) -> Entry:
         """Append an entry of these columns, in the order of :class:`Entry` after its first."""
@@ -100,6 +101,9 @@ class Scales:
 
     def statistics(self) -> Iterator[tuple[Entry, str, TensorStatistics]]:
         """Yield ``(entry, "forward" or "backward", statistics)``; one transfer from each device for all of them."""
+        if self._merged is not None:
+            yield from self._merged
+            return
         forward = [(entry, entry.forward) for entry in self.entries if entry.forward is not None]
         backward = [(entry, each) for entry in self.entries for each in entry.backward]
         read = iter(gather([each for _, each in (*forward, *backward)]))
@@ -113,6 +117,21 @@ class Scales:
                 yield entry, "forward", of_forward[id(entry)]
             if id(entry) in of_backward:
                 yield entry, "backward", of_backward[id(entry)]
+
+    def merge(self, other: Scales) -> Scales:
+        """Both records as one, by name and direction: of micro-batches, of ranks, of times. What only ``other`` has is last.
+
+        Raises:
+            ConfigError: When the two were not made with the same formats and ``only_std``.
+        """
+        found = {(entry.name, direction): (entry, direction, each) for entry, direction, each in self.statistics()}
+        for entry, direction, each in other.statistics():
+            first, _, mine = found.get((entry.name, direction), (entry, direction, None))
+            found[entry.name, direction] = (first, direction, each if mine is None else mine.merge(each))
+        merged = Scales(self.formats)
+        merged._merged = list(found.values())
+        merged.entries = list(dict.fromkeys(entry for entry, _, _ in merged._merged))
+        return merged
 
     def rows(self) -> list[dict[str, Any]]:
         """One dict for each tensor and direction, in order of execution; JSON can hold it.

@@ -719,3 +719,22 @@ class TestRecord:
             (3 * y).sum().backward()
         row = named(scales, "backward")[":linear"]
         assert (row["numel"], row["mean"], row["amax"]) == (16, 2.0, 3.0)
+
+    def test_records_of_two_halves_merge_to_that_of_the_whole(self):
+        model = Of(lambda self, x: (x * 3 + 1).relu())
+        x = input_of(6, 4)
+
+        def record(part: Tensor, extra: bool = False) -> Scales:
+            with track_scales(model, parameters=False) as scales:
+                model(part).sum().backward()
+                if extra:
+                    model(part).sum()
+            return scales
+
+        whole, merged = record(x).rows(), record(x[:2]).merge(record(x[2:], extra=True)).rows()
+        assert [row["name"] for row in merged][: len(whole)] == [row["name"] for row in whole]
+        for row, expected in zip(merged, whole, strict=False):
+            if row["name"] != ":sum":  # of two sums and of one
+                for column in ("numel", "zeros", "mean", "std", "rms", "amax", "amin", "float8_e4m3fn_underflow"):
+                    assert row[column] == pytest.approx(expected[column], rel=RELATIVE), (row["name"], column)
+        assert [row["name"] for row in merged[len(whole) :]] == [":input.1[0]", ":mul.1", ":add.1", ":relu.1", ":sum.1"]
