@@ -10,7 +10,15 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtype_hooks.scales.operations import DESCENDED, LEFT_OUT, RAW, has_own_way, inside_of, is_setter, operation_name
+from dtype_hooks.scales.operations import (
+    DESCENDED,
+    LEFT_OUT,
+    RAW,
+    has_own_way,
+    inside_of,
+    is_setter,
+    operation_name,
+)
 
 if TYPE_CHECKING:
     from dtype_hooks.scales.recorder import Recorder

@@ -20,7 +20,11 @@ SAME_VALUES = frozenset(
 """Functions whose result has the elements of their first argument in some order, when numel and dtype agree."""
 
 FILLED = frozenset(
-    {*("zeros", "ones", "full"), *("zeros_like", "ones_like", "full_like"), *("new_zeros", "new_ones", "new_full")}
+    {
+        *("zeros", "ones", "full"),
+        *("zeros_like", "ones_like", "full_like"),
+        *("new_zeros", "new_ones", "new_full"),
+    }
 )
 """Functions whose result may be the buffer that an extension writes into, which no version counter tells of."""
 
@@ -86,7 +90,9 @@ def is_setter(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", None) in _SETTERS
 
 
-def tensors_in(value: Any, label: str = "", inside: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(
+    value: Any, label: str = "", inside: tuple[int, ...] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(label, tensor)`` of nested tuples, lists and mappings: ``("", t)``, ``("[0]", t)``, ``("[logits]", t)``.
 
     ``inside`` are the ``id`` of the containers that ``value`` is in: one that holds itself is gone into once.

@@ -57,7 +57,7 @@ class Recomputes:
 
 def is_checkpoint(node: object) -> bool:
     """Whether an autograd node is reentrant checkpointing's own."""
-    return isinstance(node, CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(node, CheckpointFunction._backward_cls)
 
 
 def in_backward() -> bool:

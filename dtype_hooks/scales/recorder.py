@@ -24,8 +24,8 @@ from dtype_hooks.scales.operations import SAME_GRADIENT, SAME_VALUES, tensors_in
 from dtype_hooks.scales.places import Place, Places
 from dtype_hooks.scales.recompute import Call, Recomputes, backward_node, in_backward, is_checkpoint
 from dtype_hooks.scales.record import Entry, Scales
-from dtype_hooks.scales.statistics import Measurement, Workspace, can_measure, measure
-from dtype_hooks.scales.undisturbed import are_transforms_active, undisturbed
+from dtype_hooks.scales.statistics import Measurement, Workspace, measure
+from dtype_hooks.scales.undisturbed import can_take, is_watched, undisturbed
 
 LEVELS = ("functions", "aten")
 FORMAT_NAMES = tuple(each.name for each in DEFAULT_FORMATS)
@@ -59,11 +59,14 @@ def track_scales(
 
     **What is left out**: integer, bool, complex, sparse, quantized, nested, meta and fake tensors, those inside of a
     functorch transform, uninitialised memory (``torch.empty``), and what runs inside a scripted function or a C++ extension,
-    of which the module's next function shows the result.
+    of which the module's next function shows the result. Also: parameters that are made in the block (lazy modules), what
+    hooks call in a backward, losses in an optimizer's closure, dataclasses that the model is called with, and what becomes
+    part of a ``torch.jit.trace`` or a CUDA graph. A module whose ``forward`` is called directly counts as its caller.
 
-    **Gradients** are those that reach the tensor, summed over its uses. Where the block runs several backward passes over
+    **Gradients** are those that reach the tensor, summed over its uses, before a hook of yours changes them. Where the block runs several backward passes over
     one tensor, their values are pooled. A parameter's is its ``.grad`` after the block's last backward that changed it:
-    reduced over ranks, summed over what was accumulated before. With loss scaling they are scaled.
+    reduced over ranks, summed over what was accumulated before; where a hook uses it up in the backward, as it was before
+    the hook. With loss scaling they are scaled.
 
     Args:
         model: Any module, wrapped (DDP, ``torch.compile``) or not; names are the bare model's.
@@ -86,6 +89,12 @@ def track_scales(
 
     Note:
         A compiled model runs eagerly in the block (``torch.compiler.set_stance``), and is not compiled anew afterwards.
+
+        In eval mode without gradients ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a fast path, which torch
+        itself leaves where functions are watched: their outputs then differ in the last bits, and at padded positions, which
+        the fast path fills with zeros.
+
+        At level ``"aten"``, kernels of a backward are laid to the wrong module where several threads ran forwards.
 
     Example:
         >>> import torch, dtype_hooks
@@ -317,7 +326,7 @@ class Recorder:
     def is_listening(self) -> bool:
         """Whether what runs in this thread now is to be recorded."""
         thread = self._thread
-        if thread.busy or not self._open or are_transforms_active():
+        if thread.busy or not self._open or is_watched():
             return False
         if thread.place is None:
             return self._everything and torch.is_grad_enabled()
@@ -329,9 +338,9 @@ class Recorder:
         ``is_custom`` says that it is an autograd function, whose backward may write into the gradient that it gets.
         """
         if isinstance(outputs, torch.Tensor):
-            tensors = [("", outputs)] if can_measure(outputs) else []
+            tensors = [("", outputs)] if can_take(outputs) else []
         else:
-            tensors = [each for each in tensors_in(outputs) if can_measure(each[1])]
+            tensors = [each for each in tensors_in(outputs) if can_take(each[1])]
         place = self._thread.place
         if place is None:
             tensors = [each for each in tensors if each[1].requires_grad]
@@ -397,7 +406,7 @@ class Recorder:
 
     def saw_kernel(self, op: str, outputs: Any) -> None:
         """A kernel below the functions has returned ``outputs``, in the forward or in the backward."""
-        if self._thread.busy or not self._open or are_transforms_active():
+        if self._thread.busy or not self._open or is_watched():
             return
         backward = in_backward()
         if backward and self._thread.recomputing:  # the forward has shown it
@@ -405,7 +414,7 @@ class Recorder:
         module = self._module_of_node() if backward else self._module_of_kernel()
         if module is None:
             return
-        tensors = [(label, tensor) for label, tensor in tensors_in(outputs) if can_measure(tensor)]
+        tensors = [(label, tensor) for label, tensor in tensors_in(outputs) if can_take(tensor)]
         if tensors:
             self._record_kernel(module, op, tensors, backward)
 
@@ -467,12 +476,12 @@ class Recorder:
             self._handles.append(tensor.register_hook(hook))
 
     def _gradient(self, entry: Entry, gradient: torch.Tensor) -> None:
-        if self._open and can_measure(gradient):
+        if self._open and can_take(gradient):
             self._add_gradient(entry, self._thread.known.of(gradient) or self._measured(gradient))
 
     def _pass_on(self, entry: Entry, gradient: torch.Tensor) -> None:
         """As :meth:`_gradient`, for a function whose backward hands the gradient on to what it was called with."""
-        if self._open and can_measure(gradient):
+        if self._open and can_take(gradient):
             measured = self._thread.known.of(gradient) or self._measured(gradient)
             self._thread.known.set(gradient, measured)
             self._add_gradient(entry, measured)
@@ -496,10 +505,10 @@ class Recorder:
 
     def _record_inputs(self, args: tuple, kwargs: dict) -> None:
         root = self._thread.place
-        if root is None or not root.wanted or are_transforms_active():
+        if root is None or not root.wanted or is_watched():
             return
         inputs = dict(enumerate(args)) | kwargs
-        tensors = [(label, tensor) for label, tensor in tensors_in(inputs) if can_measure(tensor)]
+        tensors = [(label, tensor) for label, tensor in tensors_in(inputs) if can_take(tensor)]
         if tensors:
             self._record("", "input", tensors, (), {})
 
@@ -509,7 +518,7 @@ class Recorder:
             if not place.wanted:
                 continue
             for name, parameter in place.module._parameters.items():
-                if parameter is not None and id(parameter) not in seen and can_measure(parameter):
+                if parameter is not None and id(parameter) not in seen and can_take(parameter):
                     seen.add(id(parameter))
                     self._record_parameter(f"{place.name}.{name}".lstrip("."), parameter)
 
@@ -552,7 +561,7 @@ class Recorder:
                 self._read_gradient(entry, gradient)
 
     def _read_gradient(self, entry: Entry, gradient: torch.Tensor | None) -> None:
-        if can_measure(gradient):
+        if can_take(gradient):
             entry.backward[:] = [self._measured(gradient)]  # type: ignore[arg-type]
             self._count_gradient(entry)
 
@@ -568,4 +577,6 @@ class _State:
 
     def is_of(self, gradient: torch.Tensor) -> bool:
         """Whether it is that tensor, unchanged."""
-        return self._gradient is not None and self._gradient() is gradient and gradient._version == self._version
+        return (
+            self._gradient is not None and self._gradient() is gradient and gradient._version == self._version
+        )

@@ -9,13 +9,22 @@ from typing import TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dtype_hooks.scales.statistics import can_measure
+
 Result = TypeVar("Result")
 
 
-def are_transforms_active() -> bool:
-    """Whether a ``torch.func`` transform runs in this thread: any function, ours too, then makes wrapped tensors."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active
+def is_watched() -> bool:
+    """Whether what is computed in this thread becomes part of something: a ``torch.func`` transform or ``torch.jit.trace``."""
+    watched: bool = torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    return watched
+
+
+def can_take(tensor: object) -> bool:
+    """Whether it can be measured, and measuring it now does not become part of a CUDA graph that is being captured."""
+    if not can_measure(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())  # type: ignore[attr-defined]
 
 
 def undisturbed(tensor: torch.Tensor, compute: Callable[..., Result], *args: object) -> Result:
