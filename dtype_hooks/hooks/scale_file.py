@@ -132,5 +132,5 @@ def _until(path: Path, iteration: int) -> Iterator[str]:
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and row.get("iter", 0) <= iteration and line.endswith("\n"):
-                yield line
+            if isinstance(row, dict) and row.get("iter", 0) <= iteration:
+                yield f"{line.rstrip()}\n"  # the crash may have cut no more than the line's end

@@ -264,6 +264,12 @@ def test_the_same_entry_three_times_makes_one_record_and_one_warning(tmp_path: P
     once = tracked(tmp_path / "once", {"interval": 2}, iters=4)
     once.train()
     assert rows_of(runner) == rows_of(once)
+    sent = [next((Path(each.log_dir) / "vis_data").glob("*.json")).read_text() for each in (runner, once)]
+    assert (
+        sent[0].count("scales/forward_std/head:linear")
+        == sent[1].count("scales/forward_std/head:linear")
+        == 2
+    )
     assert log_of(runner).count("got the same entry more than once") == 1
 
 
