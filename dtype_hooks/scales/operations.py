@@ -90,6 +90,10 @@ def is_setter(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", None) in _SETTERS
 
 
+_SHORT = 16
+"""A longer list that begins with a number is data, as ``torch.tensor`` takes it, and is not gone through."""
+
+
 def tensors_in(
     value: Any, label: str = "", inside: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,7 +104,7 @@ def tensors_in(
     if isinstance(value, torch.Tensor):
         yield label, value
     elif isinstance(value, (tuple, list)):
-        if id(value) not in inside:
+        if id(value) not in inside and not (len(value) > _SHORT and type(value[0]) in (float, int)):
             for index, item in enumerate(value):
                 yield from tensors_in(item, f"{label}[{index}]", (*inside, id(value)))
     elif isinstance(value, Mapping) and id(value) not in inside:

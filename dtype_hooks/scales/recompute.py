@@ -15,10 +15,34 @@ Call = dict[str, Entry]
 """The entries of one function's call, by label."""
 
 
+class Run:
+    """One run of a function that reentrant checkpointing runs, in the forward or again in the backward.
+
+    Attributes:
+        start: ``order`` of its first record; None while there is none.
+    """
+
+    def __init__(self, start: int | None = None) -> None:
+        self.start = start
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def begin(self, order: int) -> None:
+        """A record was made in it."""
+        if self.start is None:
+            self.start = order
+
+    def find(self, key: tuple[str, str], calls: list[Call]) -> Call | None:
+        """Of the ``calls`` of a function in a module, the one that runs again now."""
+        if self.start is None:
+            return None
+        nth = self._counts[key] = self._counts.get(key, -1) + 1
+        return _nth_from(self.start, nth, calls)
+
+
 class Recomputes:
     """Matches what is run again to what was recorded without gradients.
 
-    A function that recomputes (``CheckpointFunction``, or one written by hand) has its autograd node made before its forward
+    A function that recomputes, written by hand, has its autograd node made before its forward
     runs under no_grad. In the backward that node is the current one: what it redoes begins with the first record that
     was made without gradients after the node. Within one recompute the n-th call of a function is the n-th from there.
     """
@@ -51,8 +75,12 @@ class Recomputes:
         with self._lock:
             counts = self._counts.setdefault(backward_node(), {})
             nth = counts[key] = counts.get(key, -1) + 1
-        first = bisect_left(calls, start, key=lambda call: next(iter(call.values())).order)
-        return calls[first + nth] if first + nth < len(calls) else None
+        return _nth_from(start, nth, calls)
+
+
+def _nth_from(start: int, nth: int, calls: list[Call]) -> Call | None:
+    first = bisect_left(calls, start, key=lambda call: next(iter(call.values())).order)
+    return calls[first + nth] if first + nth < len(calls) else None
 
 
 def is_checkpoint(node: object) -> bool:
@@ -63,6 +91,12 @@ def is_checkpoint(node: object) -> bool:
 def in_backward() -> bool:
     """Whether this thread runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_recomputed() -> bool:
+    """Whether checkpointing that is not reentrant runs a part of the forward again in this thread."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def backward_node() -> tuple[int, int]:

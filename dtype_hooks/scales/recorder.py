@@ -22,7 +22,15 @@ from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave, tak
 from dtype_hooks.scales.module_calls import watch_calls
 from dtype_hooks.scales.operations import SAME_GRADIENT, SAME_VALUES, tensors_in
 from dtype_hooks.scales.places import Place, Places
-from dtype_hooks.scales.recompute import Call, Recomputes, backward_node, in_backward, is_checkpoint
+from dtype_hooks.scales.recompute import (
+    Call,
+    Recomputes,
+    Run,
+    backward_node,
+    in_backward,
+    is_checkpoint,
+    is_recomputed,
+)
 from dtype_hooks.scales.record import Entry, Scales
 from dtype_hooks.scales.statistics import Measurement, Workspace, measure
 from dtype_hooks.scales.undisturbed import can_take, is_watched, undisturbed
@@ -126,8 +134,9 @@ class _Thread(threading.local):
     place: Place | None = None
     busy = False
     recomputing = False
+    again: Run | None = None  # of reentrant checkpointing
+    first_runs: tuple[Run, ...] = ()
     paused: tuple[Any, ...] = ()
-    stepping: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
         self.known = KnownGradient()
@@ -202,24 +211,15 @@ class Recorder:
             region.callback(take_off, mode)
         region.callback(register_optimizer_step_pre_hook(self._before_step).remove)
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        thread = self._thread
-        if not thread.stepping or thread.stepping[0] is optimizer:  # its last step ended in an exception
-            thread.stepping = (optimizer,)
-            thread.paused += tuple(mode for mode in reversed(self._modes) if leave(mode))
-        else:  # an optimizer that steps inside another's step
-            thread.stepping += (optimizer,)
+    def _before_step(self, *_: Any) -> None:
+        # one that steps inside another's step finds them off; one that failed has left them off until now
+        self._thread.paused += tuple(mode for mode in reversed(self._modes) if leave(mode))
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         self._known.distrust(len(self.scales))  # it may have written into ``p.data``
-        thread = self._thread
-        while thread.stepping and thread.stepping[-1] is not optimizer:
-            thread.stepping = thread.stepping[:-1]
-        thread.stepping = thread.stepping[:-1]
-        if not thread.stepping and self._open:
-            for mode in reversed(thread.paused):
-                mode.__enter__()
-            thread.paused = ()
+        paused, self._thread.paused = self._thread.paused, ()
+        for mode in reversed(paused):
+            mode.__enter__()
 
     def __exit__(self, *exc: object) -> None:
         self._region.close()
@@ -237,7 +237,7 @@ class Recorder:
         self._of_parameters.clear()
         self._known.clear()
         self._thread.known.clear()
-        self._thread.stepping = self._thread.paused = ()
+        self._thread.paused = ()
         self._places = {}
 
     # What the modes and patches call
@@ -300,22 +300,31 @@ class Recorder:
     def _recomputing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What reentrant checkpointing runs in place of ``function``: in the backward it is where it was in the forward."""
         place = self._thread.place or _NOWHERE
-        has_run = False
+        first_run: Run | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            if not has_run or not self._open:
-                has_run = True
-                return function(*args, **kwargs)
+            nonlocal first_run
             thread = self._thread
-            before = thread.place, thread.recomputing
-            thread.place, thread.recomputing = place, True
+            if not self._open:
+                return function(*args, **kwargs)
+            before = thread.place, thread.recomputing, thread.again, thread.first_runs
+            if first_run is None:
+                first_run = Run()
+                thread.first_runs = (*thread.first_runs, first_run)
+                call = function
+            else:
+                thread.place, thread.recomputing, thread.again = place, True, Run(first_run.start)
+                thread.first_runs = ()
+                call = partial(self._with_modes_of, place, function)
             try:
-                return self._with_modes(function, args, kwargs) if place.wanted else function(*args, **kwargs)
+                return call(*args, **kwargs)
             finally:
-                thread.place, thread.recomputing = before
+                thread.place, thread.recomputing, thread.again, thread.first_runs = before
 
         return run
+
+    def _with_modes_of(self, place: Place, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._with_modes(function, args, kwargs) if place.wanted else function(*args, **kwargs)
 
     def gave_memory(self, args: tuple) -> None:
         """A function was called that lets the memory of ``args[0]`` be written to unseen."""
@@ -374,8 +383,15 @@ class Recorder:
             self._known.add(tensor, entry)
             if tensor.requires_grad:
                 self._hook(tensor, entry, is_custom)
+        self._ran(call)
+
+    def _ran(self, call: Call) -> None:
+        """A function has run, or has run again: what runs it again later has to begin with it."""
+        order = next(iter(call.values())).order
+        for run in self._thread.first_runs:
+            run.begin(order)
         if not torch.is_grad_enabled():
-            self._recomputes.mark(min(entry.order for entry in call.values()))
+            self._recomputes.mark(order)
 
     def _new(
         self,
@@ -395,14 +411,17 @@ class Recorder:
         self, module: str, op: str, tensors: list[tuple[str, torch.Tensor]], is_custom: bool
     ) -> None:
         """A function of a recompute: its tensors' gradients belong to the records that the forward made."""
-        call = self._recomputes.find((module, op), self._calls.get((module, op), []))
+        calls = self._calls.get((module, op), [])
+        again = self._thread.again
+        call = (
+            self._recomputes.find((module, op), calls) if again is None else again.find((module, op), calls)
+        )
         if call is None:
             return
         for label, tensor in tensors:
             if label in call and tensor.requires_grad:
                 self._hook(tensor, call[label], is_custom)
-        if not torch.is_grad_enabled():
-            self._recomputes.mark(min(entry.order for entry in call.values()))
+        self._ran(call)
 
     def saw_kernel(self, op: str, outputs: Any) -> None:
         """A kernel below the functions has returned ``outputs``, in the forward or in the backward."""
@@ -410,6 +429,9 @@ class Recorder:
             return
         backward = in_backward()
         if backward and self._thread.recomputing:  # the forward has shown it
+            self._module_of_kernel()
+            return
+        if backward and is_recomputed():
             return
         module = self._module_of_node() if backward else self._module_of_kernel()
         if module is None:
@@ -469,6 +491,7 @@ class Recorder:
             hook = partial(self._hand_over, entry)
         else:
             hook = partial(self._pass_on if entry.op in SAME_GRADIENT else self._gradient, entry)
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saving the tensor then does not warn
         if torch._C._len_torch_function_stack():
             with torch._C.DisableTorchFunction():
                 self._handles.append(tensor.register_hook(hook))
@@ -508,7 +531,10 @@ class Recorder:
         if root is None or not root.wanted or is_watched():
             return
         inputs = dict(enumerate(args)) | kwargs
-        tensors = [(label, tensor) for label, tensor in tensors_in(inputs) if can_take(tensor)]
+        try:
+            tensors = [(label, tensor) for label, tensor in tensors_in(inputs) if can_take(tensor)]
+        except Exception:  # a mapping of somebody's that cannot be gone through yet
+            return
         if tensors:
             self._record("", "input", tensors, (), {})
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import io
 import random
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from dtype_hooks.scales.operations import tensors_in
 from dtype_hooks.scales.record import Scales
 from dtype_hooks.scales.recorder import track_scales
 
@@ -341,6 +344,19 @@ class TestCheckpointing:
         assert {("block:sin", "backward"), ("block:mul.1", "backward")} <= set(expected)
         assert self.run(partial(checkpoint, use_reentrant=reentrant)) == expected
 
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_the_backwards_kernels_are_those_without_it(self, reentrant: bool):
+        def kernels(around: Callable[..., Any]) -> list[tuple[str, str]]:
+            model = Of(lambda self, x: around(lambda y: self.fc(y).sin().exp(), x).sum(), fc=nn.Linear(4, 4))
+            x = input_of(3, 4)
+            with track_scales(model, level="aten") as scales:
+                model(x).backward()
+            return [(row["name"], row["direction"]) for row in scales.rows() if row["kind"] == "kernel"]
+
+        expected = kernels(lambda function, x: function(x))
+        assert ("fc:aten.mm", "backward") in expected
+        assert kernels(partial(checkpoint, use_reentrant=reentrant)) == expected
+
     @pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True)])
     def test_one_kind_inside_the_other(self, outer: bool, inner: bool):
         torch.manual_seed(0)
@@ -410,10 +426,12 @@ class TestInputs:
     def test_a_container_that_holds_itself(self):
         batch: dict[str, Any] = {"x": torch.ones(2)}
         batch["again"] = [batch, batch]
+        batch["list"] = [torch.zeros(1)]
+        batch["list"].append(batch["list"])
         model = Of(lambda self, batch: batch["x"] * 2)
         with track_scales(model) as scales:
             model(batch)
-        assert names(scales) == [":input[0][x]", ":mul"]
+        assert names(scales) == [":input[0][x]", ":input[0][list][0]", ":mul"]
 
     def test_keys_that_look_alike_have_each_their_own_gradient(self):
         model = Of(lambda self, batch: (batch[1] * 2 + batch["1"] * 3).sum())
@@ -421,6 +439,33 @@ class TestInputs:
             model({1: input_of(3), "1": input_of(3, seed=1)}).backward()
         found = means(scales, "backward")
         assert (found[":input[0][1]"], found[":input[0][1]'"]) == (2, 3)
+
+    def test_a_mapping_that_cannot_be_gone_through(self):
+        class Lazy(Mapping):  # type: ignore[type-arg]
+            def __getitem__(self, key: str) -> Any:
+                raise RuntimeError("not yet")
+
+            def __iter__(self) -> Iterator[str]:
+                return iter(["x"])
+
+            def __len__(self) -> int:
+                return 1
+
+        model = Of(lambda self, batch: torch.ones(2) * 2)
+        with track_scales(model) as scales:
+            model(Lazy())
+        assert names(scales) == [":ones", ":mul"]
+
+    def test_a_long_list_of_numbers_is_not_gone_through(self):
+        assert list(tensors_in([*[0.5] * 17, torch.ones(1)])) == []
+        assert [label for label, _ in tensors_in([*[0.5] * 2, torch.ones(1)])] == ["[2]"]
+
+    def test_saving_one_in_the_block_does_not_warn(self):
+        model, x = nn.Linear(4, 4), input_of(2, 4)
+        with track_scales(model), warnings.catch_warnings():
+            model(x)
+            warnings.simplefilter("error")
+            torch.save(x, io.BytesIO())
 
     def test_a_leaf_is_not_kept(self):
         model = nn.Linear(4, 4)
