@@ -114,7 +114,10 @@ class Planted(Net):
         loss = F.mse_loss(self.head(self.block(h)), y)
         if int(self.step) == AT and RANK in self.ranks and self.where == "weights":
             loss = loss + WeightGradient.apply(self.head.weight).sum() * 0
-        return {"loss": loss}
+        logged = torch.tensor(1.0)
+        if int(self.step) == AT and RANK in self.ranks and self.where == "loss":
+            logged = torch.tensor(-1.0).log()
+        return {"loss": loss, "loss_logged": logged}
 
 
 class WeightGradient(torch.autograd.Function):
@@ -164,6 +167,7 @@ NONFINITE = [
     *((where, (1,), "without", "warn") for where in ("forward", "backward")),
     *(("forward", (1,), how, "raise") for how in ("sampled", "watched")),
     ("backward", (0, 1), "watched", "raise"),
+    ("loss", (1,), "watched", "warn"),
     ("weights", (1,), "sampled", "warn"),
     ("weights", (1,), "watched", "warn"),
 ]

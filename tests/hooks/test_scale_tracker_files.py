@@ -197,7 +197,7 @@ class FullOfScales(BaseVisBackend):
     def _init_env(self) -> None:
         pass
 
-    def add_scalars(self, scalars: dict[str, Any], step: int = 0, **kwargs: Any) -> None:
+    def add_scalars(self, scalars: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if any(name.startswith("scales/") for name in scalars):
             raise OSError(28, "No space left on device")
 

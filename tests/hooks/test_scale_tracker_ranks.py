@@ -113,6 +113,11 @@ def test_what_one_rank_made_is_named_with_the_rank_and_training_goes_on(
         assert rank["losses"] == without["losses"]
 
 
+def test_a_loss_that_is_bad_on_one_rank_alone_has_all_run_again(ranks: list[dict]):
+    first, _ = both(ranks, "loss 1 watched warn")
+    assert "(run again, recorded), rank 1: 1 NaN from 'log'" in first["log"]
+
+
 @pytest.mark.parametrize("how", ["sampled", "watched"])
 def test_raise_stops_every_rank_with_the_same_message_after_the_checkpoint(how: str, ranks: list[dict]):
     for rank in both(ranks, f"forward 1 {how} raise"):
