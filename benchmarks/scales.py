@@ -3,8 +3,9 @@
     python benchmarks/scales.py
 
 One thread, CPU time of it, forward to optimizer step. A bare step and a recorded one take turns, so that the machine's drift
-hits both. ``std`` records std, mean and rms alone; ``all`` every statistic for four number formats; ``seen`` leaves the
-statistics out and shows what seeing each tensor costs; ``pass`` adds one ``sum()`` a tensor to that: the floor.
+hits both. ``std`` records std, mean and rms of activations and their gradients; ``all`` every statistic of them for four number
+formats; ``all + parameters`` those of parameters as well. ``seen`` leaves the statistics of ``std`` out and shows what seeing each
+tensor costs; ``pass`` adds one ``sum()`` a tensor to that: the floor.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
     return step
 
 
-def recorded(model: nn.Module, step: Step, only_std: bool = False) -> Step:
+def recorded(model: nn.Module, step: Step, only_std: bool = False, parameters: bool = False) -> Step:
     """The step inside ``track_scales``, with its statistics read."""
 
     def run() -> None:
-        with dtype_hooks.track_scales(model, only_std=only_std) as scales:
+        with dtype_hooks.track_scales(model, only_std=only_std, parameters=parameters) as scales:
             step()
         list(scales.statistics())
 
@@ -175,6 +176,7 @@ def main() -> None:
         variants = {
             "std": std,
             "all": recorded(model, step),
+            "all + parameters": recorded(model, step, parameters=True),
             "seen": with_kernel(std, nothing),
             "pass": with_kernel(std, one_pass),
         }
