@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -324,7 +325,9 @@ class TestCheckpointing:
     """What is written between modules, and the kinds inside of one another."""
 
     @staticmethod
-    def run(around: Callable[..., Any]) -> dict[tuple[str, str], Any]:
+    def run(
+        around: Callable[..., Any], backward: Callable[[Tensor], Any] = Tensor.backward
+    ) -> dict[tuple[str, str], Any]:
         def inner(self: Any, x: Tensor) -> Tensor:
             x = around(lambda y: self.fc(y).sin().mul(2), x)
             return around(lambda y: around(lambda z: z.sin() * 3, y).sin(), x)
@@ -333,7 +336,7 @@ class TestCheckpointing:
         block = Of(inner, fc=nn.Linear(4, 4))
         model = Of(lambda self, x: self.block(x).mul(5).sin().sum(), block=block)
         with track_scales(model) as scales:
-            model(input_of(3, 4)).backward()
+            backward(model(input_of(3, 4)))
         rows = scales.rows()
         assert len({(row["name"], row["direction"]) for row in rows}) == len(rows)
         return {(row["name"], row["direction"]): (row["numel"], of(row["mean"])) for row in rows}
@@ -343,6 +346,27 @@ class TestCheckpointing:
         expected = self.run(lambda function, x: function(x))
         assert {("block:sin", "backward"), ("block:mul.1", "backward")} <= set(expected)
         assert self.run(partial(checkpoint, use_reentrant=reentrant)) == expected
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_a_backward_in_another_thread_whose_nodes_are_counted_anew(self, reentrant: bool):
+        def in_a_thread(function: Callable[[], Any]) -> Any:
+            with ThreadPoolExecutor(1) as executor:
+                return executor.submit(function).result()
+
+        around = partial(checkpoint, use_reentrant=reentrant)
+        expected = self.run(lambda function, x: function(x))
+        found = in_a_thread(lambda: self.run(around, lambda loss: in_a_thread(loss.backward)))
+        assert found == expected
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_a_graph_that_is_gone_through_twice(self, reentrant: bool):
+        def twice(loss: Tensor) -> None:
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        expected = self.run(lambda function, x: function(x), twice)
+        assert expected["block:sin", "backward"][0] == 24
+        assert self.run(partial(checkpoint, use_reentrant=reentrant), twice) == expected
 
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_the_backwards_kernels_are_those_without_it(self, reentrant: bool):
