@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import resource
+import sys
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +128,6 @@ def test_only_a_sampled_step_finds_anything_in_place(level: str, tmp_path: Path)
 
 def test_between_samples_nothing_of_the_tracker_runs(tmp_path: Path):
     """S17: the hook's own functions, counted by Python's profiler, are two guards an iteration."""
-    import sys
-    from collections import Counter
-
     calls: Counter[str] = Counter()
     package = str(Path(sys.modules["dtype_hooks"].__file__).parent)  # type: ignore[arg-type]
 
@@ -616,3 +615,34 @@ def test_a_soak_of_two_thousand_iterations_keeps_memory_flat(tmp_path: Path):
         train_dataloader=rows(8000),
     ).train()
     assert sizes[1999] - sizes[1000] < 4 << 20
+
+
+class Convolves(Plain):
+    """A convolution, a bias, a reshape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, padding=1, bias=False)
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Any, y: Any, mode: str = "loss") -> Any:
+        h = self.conv(x[:, None]).reshape(4, 16)
+        return {"loss": (h.float()[:, :8] + self.bias).square().mean()}
+
+
+def test_ops_are_counted_by_their_dtype_under_autocast(tmp_path: Path):
+    """S22: the convolution in bf16, its casts, the rest in float32."""
+    runner = tracked(tmp_path, {"interval": 1, "level": "aten"}, Convolves, [AUTOCAST], iters=1)
+    runner.train()
+    kernels = Counter(
+        (row["op"], row["dtype"])
+        for row in rows_of(runner)
+        if row["kind"] == "kernel" and row["direction"] == "forward"
+    )
+    assert kernels["aten.convolution", "bfloat16"] == 1
+    assert kernels["aten._to_copy", "bfloat16"] == 2  # its input and its weight
+    assert kernels["aten._to_copy", "float32"] == 1
+    assert kernels["aten.add", "float32"] >= 1
+    functions = {row["name"]: row["dtype"] for row in rows_of(runner) if row["kind"] == "activation"}
+    assert functions["conv:conv1d"] == functions[":reshape"] == "bfloat16"
+    assert functions[":add"] == "float32"

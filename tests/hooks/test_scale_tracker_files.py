@@ -84,7 +84,7 @@ def test_each_sample_is_there_before_the_next_iteration(tmp_path: Path):
         def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
             seen.append(len(lines_of(runner)))
 
-    runner = tracked(tmp_path, {"interval": 2}, Plain, [Look()], iters=5)
+    runner = tracked(tmp_path, {"interval": 2, "patterns": "head", "formats": []}, Plain, [Look()], iters=5)
     runner.train()
     sample = len(rows_of(runner)) // 2
     assert seen == [0, 0, sample, sample, 2 * sample]
