@@ -158,3 +158,16 @@ def test_resumed_training_ends_in_the_weights_of_an_unbroken_one(train, name, op
 
     assert resumed.iter == 5
     assert weights_are_equal(unbroken, resumed)
+
+
+def test_gpt_with_its_scales_on_record_writes_file_and_pictures(train):
+    runner = train(
+        "gpt_pydoc_scales.py", {**SMALL_GPT, "train_cfg.max_iters": 4, "custom_hooks.2.interval": 2}, "scales"
+    )
+
+    folder = Path(runner.log_dir)
+    rows = [json.loads(line) for line in (folder / "scales.jsonl").read_text().splitlines()]
+    assert {row["iter"] for row in rows} == {2, 4}
+    assert {row["grad_scale"] for row in rows if row["direction"] == "backward"} == {65536.0}
+    assert {"blocks.0.attn:scaled_dot_product_attention", "head:linear"} <= {row["name"] for row in rows}
+    assert (folder / "scales" / "layers_activation.png").stat().st_size > 10_000
