@@ -124,7 +124,9 @@ class Scales:
         Raises:
             ConfigError: When the two were not made with the same formats and ``only_std``.
         """
-        found = {(entry.name, direction): (entry, direction, each) for entry, direction, each in self.statistics()}
+        found = {
+            (entry.name, direction): (entry, direction, each) for entry, direction, each in self.statistics()
+        }
         for entry, direction, each in other.statistics():
             first, _, mine = found.get((entry.name, direction), (entry, direction, None))
             found[entry.name, direction] = (first, direction, each if mine is None else mine.merge(each))
