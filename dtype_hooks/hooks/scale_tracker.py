@@ -54,7 +54,14 @@ class ScaleTracker(Hook):
 
     **Loss scaling and accumulation**: ``mean``, ``std``, ``rms``, ``amax`` and ``amin`` of gradients are free of both; the
     formats' fractions are of the value as it existed, which is the reported one times ``grad_scale``. A parameter's gradient
-    is the mean over the micro-batches accumulated so far.
+    is the mean over the micro-batches accumulated so far; where DDP has not reduced it yet, it has no row. Several
+    optim wrappers that scale differently leave gradients as they existed, with ``grad_scale`` null.
+
+    **NaN and Inf** are laid to the function that made them of finite values, once each. Masks of ``-inf`` that a softmax
+    consumes are legal, wherever they come from, and so is an Inf without a gradient that does not reach the loss. With a
+    loss scale above 1 a gradient that overflows is routine: the scaler leaves that step out.
+
+    **Entries**: one a run. The same one again does nothing; one that differs is an error, since there is one file.
 
     **State in checkpoints**: none; the file says what was recorded, and a resumed run goes on with it.
 
@@ -79,13 +86,16 @@ class ScaleTracker(Hook):
         scalars: Send std and amax of every tensor to the visualizer.
         on_nonfinite: When a recorded step makes NaN or Inf: ``"warn"`` names what made the first, ``"raise"`` stops all ranks
             with that message, ``"ignore"`` only records.
-        watch_nonfinite: Look at loss and gradients before each step of an optimizer, and where they are not finite run the
-            batch again, recorded, with the weights, buffers and random numbers that it had. Costs one synchronisation and one
-            pass over the gradients an iteration. With a loss scaler, only where the loss itself is not finite.
+        watch_nonfinite: Look at gradients before each step of an optimizer, and at the loss after it; where they are not
+            finite run the batch again, recorded, on the bare module, on all ranks, with the weights, buffers and random
+            numbers that it had, and everything put back afterwards. With ``on_nonfinite="raise"`` no optimizer steps on such
+            gradients. Costs two synchronisations, one pass over the gradients and a copy of the buffers an iteration. With
+            a loss scaler only the loss is looked at. State that a model keeps elsewhere than in buffers sees the batch
+            twice; a model that changes its batch in place is not run again.
         frames: How many recorded steps the report of a NaN holds.
 
     Raises:
-        ConfigError: When built, for an argument that cannot be used.
+        ConfigError: When built, for an argument that cannot be used; at the start, for a second entry that differs.
         SelectionError: In the first recorded iteration, when ``patterns`` take no module.
         NonFiniteError: With ``on_nonfinite="raise"``.
 

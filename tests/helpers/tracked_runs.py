@@ -80,7 +80,7 @@ class Losses(Hook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        self.values.append({name: float(value) for name, value in (outputs or {}).items()})
+        self.values.append({name: torch.as_tensor(value).item() for name, value in (outputs or {}).items()})
 
 
 def seeded(build: Callable[[], nn.Module] = Net) -> Any:

@@ -30,7 +30,7 @@ train_dataloader = dict(
 train_cfg = dict(by_epoch=False, max_iters=6, val_interval=1000)
 optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="AdamW", lr=1e-3), accumulative_counts=2)
 custom_hooks = [
-    dict(type="ScaleTracker", interval=3, top=5, watch_nonfinite=True),
+    dict(type="ScaleTracker", interval=3, top=5, plots=False, watch_nonfinite=True),
     dict(type="AutocastHook", dtype="float16", loss_scale="dynamic"),
     dict(type="DtypeOverrider", class_patterns=["Norm$"], dtype="float32"),
 ]
@@ -109,5 +109,4 @@ def test_it_trains_through_the_command_line_with_the_other_hooks(tmp_path: Path)
     assert row_of(sixth, "lm.lm_head:linear")["dtype"] == "float16"
     head = row_of(sixth, "lm.lm_head:linear", "backward")
     assert head["grad_scale"] == 2.0**15  # half of the loss, times 2^16
-    assert list((path.parent / "scales").glob("*.png"))
     assert "ScaleTracker: iteration 3" in done.stdout + done.stderr
