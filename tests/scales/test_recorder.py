@@ -735,6 +735,21 @@ class TestRecord:
         assert [row["name"] for row in merged][: len(whole)] == [row["name"] for row in whole]
         for row, expected in zip(merged, whole, strict=False):
             if row["name"] != ":sum":  # of two sums and of one
-                for column in ("numel", "zeros", "mean", "std", "rms", "amax", "amin", "float8_e4m3fn_underflow"):
+                for column in (
+                    "numel",
+                    "zeros",
+                    "mean",
+                    "std",
+                    "rms",
+                    "amax",
+                    "amin",
+                    "float8_e4m3fn_underflow",
+                ):
                     assert row[column] == pytest.approx(expected[column], rel=RELATIVE), (row["name"], column)
-        assert [row["name"] for row in merged[len(whole) :]] == [":input.1[0]", ":mul.1", ":add.1", ":relu.1", ":sum.1"]
+        assert [row["name"] for row in merged[len(whole) :]] == [
+            ":input.1[0]",
+            ":mul.1",
+            ":add.1",
+            ":relu.1",
+            ":sum.1",
+        ]
