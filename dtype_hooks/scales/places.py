@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,11 +14,21 @@ from dtype_hooks.errors import SelectionError
 
 @dataclass(frozen=True)
 class Place:
-    """A module of the model: its name, and whether what happens in it is recorded."""
+    """A module of the model.
+
+    Attributes:
+        name: Its dotted name, ``""`` for the model itself.
+        wanted: Whether what happens in it is recorded.
+        module: The module, kept so that its ``id`` stays its own.
+        has_children: Whether it has submodules, whose methods it may call.
+        holds_wanted: Whether something below it is recorded.
+    """
 
     name: str
     wanted: bool
-    module: nn.Module  # kept, so that its id stays its own
+    module: nn.Module
+    has_children: bool = False
+    holds_wanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,13 +51,24 @@ class Places:
             SelectionError: When ``selection`` has patterns that take no module.
         """
         taken, out = _chosen(model, selection, where)
-        places: dict[int, Place] = {}
+        named = list(named_bare_modules(model))
         wanted: dict[str, bool] = {}
-        for name, module in named_bare_modules(model):
+        for name, module in named:
             inside = wanted[name.rpartition(".")[0]] if name else selection.is_empty
             wanted[name] = (inside or id(module) in taken) and id(module) not in out
-            places.setdefault(id(module), Place(name, wanted[name], module))
+        holding = {above for name, is_wanted in wanted.items() if is_wanted for above in _above(name)}
+        places: dict[int, Place] = {}
+        for name, module in named:
+            place = Place(name, wanted[name], module, bool(module._modules), name in holding)
+            places.setdefault(id(module), place)
         return cls(places, selection.is_empty)
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules that hold the module of this name."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _chosen(model: nn.Module, selection: Selection, where: str) -> tuple[set[int], set[int]]:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dtype_hooks.core.number_formats import DEFAULT_FORMATS, NumberFormat, resolve_formats
 from dtype_hooks.core.selection import Selection
 from dtype_hooks.errors import ConfigError
+from dtype_hooks.scales.callers import method_place
 from dtype_hooks.scales.known import KnownGradient, KnownTensors
 from dtype_hooks.scales.modes import FunctionMode, KernelMode, is_on, leave, take_off
 from dtype_hooks.scales.module_calls import watch_calls
@@ -261,7 +262,7 @@ class Recorder:
             return self._recompute(original, args, kwargs)
         if not place.name:
             self._record_inputs(args, kwargs)
-        if not place.wanted:
+        if not (place.wanted or place.holds_wanted):
             return original(*args, **kwargs)
         return self._with_modes(original, args, kwargs)
 
@@ -324,7 +325,9 @@ class Recorder:
         return run
 
     def _with_modes_of(self, place: Place, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._with_modes(function, args, kwargs) if place.wanted else function(*args, **kwargs)
+        if place.wanted or place.holds_wanted:
+            return self._with_modes(function, args, kwargs)
+        return function(*args, **kwargs)
 
     def gave_memory(self, args: tuple) -> None:
         """A function was called that lets the memory of ``args[0]`` be written to unseen."""
@@ -339,7 +342,12 @@ class Recorder:
             return False
         if thread.place is None:
             return self._everything and torch.is_grad_enabled()
-        return thread.place.wanted
+        return thread.place.wanted or thread.place.holds_wanted
+
+    def _place(self) -> Place | None:
+        """The module whose method calls the function that has run; None outside of all modules."""
+        place = self._thread.place
+        return method_place(self._places, place) if place is not None and place.has_children else place
 
     def saw(self, op: str, args: tuple, kwargs: dict, outputs: Any, is_custom: bool = False) -> None:
         """A function named ``op`` was called with ``args`` and ``kwargs`` and has returned ``outputs``.
@@ -350,10 +358,12 @@ class Recorder:
             tensors = [("", outputs)] if can_take(outputs) else []
         else:
             tensors = [each for each in tensors_in(outputs) if can_take(each[1])]
-        place = self._thread.place
+        if not tensors:
+            return
+        place = self._place()
         if place is None:
             tensors = [each for each in tensors if each[1].requires_grad]
-        if tensors:
+        if tensors and (place is None or place.wanted):
             self._record("" if place is None else place.name, op, tensors, args, kwargs, is_custom)
 
     def _record(
@@ -441,7 +451,7 @@ class Recorder:
             self._record_kernel(module, op, tensors, backward)
 
     def _module_of_kernel(self) -> str | None:
-        place = self._thread.place
+        place = self._place()
         if place is None:
             return "" if self._everything and torch.is_grad_enabled() else None
         if not place.wanted:

@@ -753,3 +753,69 @@ class TestRecord:
             ":relu.1",
             ":sum.1",
         ]
+
+
+class Head(nn.Module):
+    """A head in the manner of detectors: its loss is a method that calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu()
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.weigh(self(x), scale=2.0)
+
+    def weigh(self, x: Tensor, scale: float) -> Tensor:
+        return sum(F.mse_loss(each, each * scale) for each in x.unbind())
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(4, 4), Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head.loss(self.backbone(x)) + 1
+
+
+class TestMethodsOfSubmodules:
+    """``self.head.loss(x)`` is no call of the head, and yet the head's."""
+
+    LOSS = ("head:unbind[0]", "head:unbind[1]", "head:mul", "head:mse_loss", "head:mul.1", "head:mse_loss.1")
+
+    @pytest.mark.parametrize("level", ["functions", "aten"])
+    def test_what_they_compute_is_under_the_submodule(self, level: str):
+        model = Detector()
+        with track_scales(model, level=level) as scales:
+            model(input_of(2, 4)).backward()
+        assert set(self.LOSS) <= set(named(scales)) & set(named(scales, "backward"))
+        own = [entry.op for entry in scales.entries if entry.module == "" and entry.kind == "activation"]
+        assert own == ["input", "add"]
+        if level == "aten":
+            assert "head:aten.mse_loss" in names(scales, "kernel")
+
+    def test_patterns_take_them(self):
+        model = Detector()
+        with track_scales(model, patterns=["^head$"]) as scales:
+            model(input_of(2, 4)).backward()
+        assert set(self.LOSS) <= set(names(scales))
+        assert {entry.module for entry in scales.entries} == {"head", "head.fc"}
+        with track_scales(model, exclude=["^head$"]) as scales:
+            model(input_of(2, 4)).backward()
+        assert {entry.module for entry in scales.entries} == {"", "backbone"}
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_under_checkpointing_as_without(self, reentrant: bool):
+        model = Detector()
+        rows = []
+        for run in (model, lambda x: checkpoint(lambda y: model(y) * 1, x, use_reentrant=reentrant)):
+            with track_scales(model) as scales:
+                run(input_of(2, 4)).backward()
+            rows.append(
+                {key: row["std"] for key, row in named(scales, "backward").items() if row["module"] == "head"}
+            )
+        assert rows[1] == pytest.approx(rows[0], rel=RELATIVE)
+        assert set(self.LOSS) <= set(rows[0])
