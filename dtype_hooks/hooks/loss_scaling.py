@@ -214,8 +214,8 @@ def check_parameters(runner: Runner, wrappers: Sequence[Any]) -> None:
     if half:
         raise LossScaleError(
             f"{WHERE}: got {len(half)} trained parameters stored in float16 ({_listed(_names(runner, half), NAMED_IN_A_LINE)}), "
-            "whose gradients cannot be unscaled; expected float32 ones. Let them only compute in float16, or set "
-            "loss_scale=None."
+            "whose gradients cannot be unscaled; expected float32 ones. Let them only compute in float16 (no "
+            "cast_nodes, no override_parameters, no model.half()), or set loss_scale=None."
         )
     twice = [p for i, one in enumerate(held) for key, p in one.items() if any(key in o for o in held[:i])]
     if twice:

@@ -250,9 +250,12 @@ def _sentence(what: str, ran_again: bool, gradients: Sequence[str]) -> str:
 def _losses(outputs: Any) -> list[Tensor]:
     """By mmengine's rule: what has ``loss`` in its name."""
     named = outputs.items() if isinstance(outputs, dict) else ()
-    return [
-        torch.as_tensor(each) for name, each in named if "loss" in name and isinstance(each, (Tensor, float))
-    ]
+    with torch._C.DisableTorchFunction():  # a recording may be on
+        return [
+            torch.as_tensor(each)
+            for name, each in named
+            if "loss" in name and isinstance(each, (Tensor, float))
+        ]
 
 
 def _is_finite(tensors: Sequence[Tensor]) -> bool:

@@ -56,11 +56,18 @@ def sampled(
 ) -> list[Sampled]:
     """This rank's tensors, gradients divided by the factor that they carried.
 
-    Gradients of parameters are left out where they are not yet reduced over the ranks.
+    Gradients of parameters are left out where they are not yet reduced over the ranks; so are single finite elements that
+    need no gradient: box by box and sample by sample, target assignment makes hundreds of them, other ones in every batch.
     """
     found = []
     for entry, direction, statistics in read:
         factor = None
+        if (
+            entry.kind != "parameter"
+            and not entry.requires_grad
+            and statistics.numel == statistics.finite == 1
+        ):
+            continue
         if direction == "backward" and entry.kind == "parameter":
             if scale is not None and not scale.reduced:
                 continue

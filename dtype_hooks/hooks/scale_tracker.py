@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -327,6 +328,11 @@ class ScaleTracker(Hook):
         if self._file is None:
             return
         self._file.close()
+        if not self._samples and self.interval and sys.exc_info()[0] is None:
+            runner.logger.warning(
+                f"{WHERE}: no iteration was recorded: none up to {runner.iter} is a multiple of interval={self.interval} "
+                f"from begin={self.begin}{'' if self.end is None else f' to end={self.end}'}."
+            )
         if self._samples and self._file.path.is_file():
             try:
                 self._summarise(runner, self._file.path)
@@ -335,15 +341,14 @@ class ScaleTracker(Hook):
 
     def _summarise(self, runner: Runner, path: Path) -> None:
         rows = samples_of(path, MOST_SAMPLES)
-        lines = [f"{WHERE}: {self._samples} samples of {len(last_sample(rows))} rows each in {path}"]
+        lines = [f"{WHERE}: {self._samples} samples in {path}, the last of {len(last_sample(rows))} rows"]
         if self.verbose:
             lines.append(edge_report(rows, top=self.top))
-        if self.plots:
-            written = save_plots(rows, path.parent / "scales")
-            lines.append(
-                f"{WHERE}: pictures in {path.parent / 'scales'}: {', '.join(each.name for each in written)}"
-            )
         runner.logger.info("\n".join(lines))
+        if self.plots:
+            runner.logger.info(f"{WHERE}: drawing pictures into {path.parent / 'scales'}")
+            written = save_plots(rows, path.parent / "scales")
+            runner.logger.info(f"{WHERE}: {', '.join(each.name for each in written)}")
 
 
 _ARGUMENTS = (

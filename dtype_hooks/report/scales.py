@@ -284,8 +284,12 @@ def _comparison_columns(number_format: str | None) -> list[Column]:
 
 
 def std_change(a: Row, b: Row) -> float | None:
-    """``log2(std of b / std of a)``: infinite where one is zero, 0 where both are, None where one is unknown."""
-    old, new = a.get("std"), b.get("std")
+    """``log2(std of b / std of a)``: infinite where one is zero, 0 where both are, None where one is unknown.
+
+    Of single elements, which have no std, it is the rms.
+    """
+    column = "rms" if a.get("numel") == b.get("numel") == 1 else "std"
+    old, new = a.get(column), b.get(column)
     if old is None or new is None:
         return None
     if old == 0 or new == 0:

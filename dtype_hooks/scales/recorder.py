@@ -114,6 +114,10 @@ def track_scales(
         ['2:linear', ':square', ':mean']
     """
     where = "track_scales"
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{where}.model: got {type(model).__name__}; expected an nn.Module. Pass the model itself."
+        )
     if level not in LEVELS:
         raise ConfigError(f"{where}.level: got {level!r}; expected one of {', '.join(map(repr, LEVELS))}.")
     selection = Selection.make(patterns, class_patterns, exclude, where)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
+from small_runs import AutocastNet, small_runner
 from torch import nn
 from tracked_runs import (
     ADAMW,
@@ -227,7 +228,7 @@ def test_after_an_error_or_an_interrupt_nothing_is_left_and_the_samples_so_far_a
     assert "run" not in runner.train_loop.__dict__
     if not watch:
         assert {row["iter"] for row in rows_of(runner)} == {1, 2}
-        assert "2 samples of" in log_of(runner)
+        assert "2 samples in" in log_of(runner)
 
 
 def test_an_interrupt_while_the_batch_is_run_again_leaves_everything_as_it_was(tmp_path: Path):
@@ -294,7 +295,7 @@ def test_training_on_with_the_same_runner_goes_on_with_the_file(tmp_path: Path):
     runner.train()
     assert [row for row in rows_of(runner) if row["iter"] <= 4] == first
     assert {row["iter"] for row in rows_of(runner)} == {2, 4, 6, 8}
-    assert log_of(runner).count("2 samples of") == 2
+    assert log_of(runner).count("2 samples in") == 2
 
 
 @pytest.mark.parametrize(
@@ -538,7 +539,7 @@ def test_scalars_go_to_the_visualizer_a_table_to_the_log_and_pictures_beside_the
     row = row_of([row for row in rows_of(runner) if row["iter"] == 4], "stem:linear", "backward")
     assert ours[1]["scales/backward_amax/stem:linear"] == pytest.approx(row["amax"])
     assert "ScaleTracker: iteration 2\n" in log_of(runner)
-    assert f"2 samples of {len(rows_of(runner)) // 2} rows each in" in log_of(runner)
+    assert f"the last of {len(rows_of(runner)) // 2} rows" in log_of(runner)
     assert sorted(path.suffix for path in (Path(runner.log_dir) / "scales").iterdir())
     quiet = tracked(tmp_path / "quiet", {"interval": 2, "scalars": False}, iters=4)
     quiet.train()
@@ -642,3 +643,26 @@ def test_ops_are_counted_by_their_dtype_under_autocast(tmp_path: Path):
     functions = {row["name"]: row["dtype"] for row in rows_of(runner) if row["kind"] == "activation"}
     assert functions["conv:conv1d"] == functions[":reshape"] == "bfloat16"
     assert functions[":add"] == "float32"
+
+
+def test_a_run_in_which_nothing_was_due_says_so(tmp_path: Path):
+    runner = small_runner(tmp_path, hooks=[{"type": "ScaleTracker", "interval": 1000}], iters=3)
+    runner.train()
+    text = log_of(runner)
+    assert "no iteration was recorded: none up to 3 is a multiple of interval=1000 from begin=0." in text
+
+
+def test_single_elements_that_need_no_gradient_are_left_out(tmp_path: Path):
+    class Assigns(AutocastNet):
+        """Boxes one by one, as target assignment goes over them."""
+
+        def predict(self, x):
+            total = [float(value) * 2 for value in x.detach().flatten().unbind()]
+            return super().predict(x) * (len(total) > 0) + x.detach().sum() * 0
+
+    torch.manual_seed(0)
+    runner = small_runner(tmp_path, Assigns(), hooks=[{"type": "ScaleTracker", "interval": 1}], iters=1)
+    runner.train()
+    names = {row["name"] for row in rows_of(runner)}
+    assert not [name for name in names if name.startswith((":unbind", ":sum"))]
+    assert "head:linear" in names

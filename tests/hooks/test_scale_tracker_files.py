@@ -238,7 +238,7 @@ def test_a_log_dir_that_cannot_be_written_is_one_warning_and_no_summary(tmp_path
     log = log_of(runner)
     assert log.count("cannot be written ([Errno 21] Is a directory") == 1
     assert "no summary" not in log
-    assert "samples of" not in log
+    assert "samples in" not in log
 
 
 def test_scales_are_summed_up_in_a_process_that_is_interrupted(tmp_path: Path):
@@ -265,5 +265,5 @@ def test_scales_are_summed_up_in_a_process_that_is_interrupted(tmp_path: Path):
     assert iterations == list(range(5, 5 * len(iterations) + 1, 5))
     text = (tmp_path / "out.txt").read_text()
     assert "KeyboardInterrupt" in text
-    assert f"ScaleTracker: {len(iterations)} samples of" in text
+    assert f"ScaleTracker: {len(iterations)} samples in" in text
     assert list((path.parent / "scales").glob("*.png"))

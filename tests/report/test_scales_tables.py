@@ -394,3 +394,8 @@ def test_functions_are_counted_by_the_dtype_of_their_results():
     assert cells["flatten"] == "|flatten||1|"
     assert cells["add"] == "|add|1||"
     assert cells["aten._to_copy"] == "|aten._to_copy||3|"  # input, weight, bias
+
+
+def test_runs_are_compared_by_the_magnitude_of_single_elements():
+    one, other = ({**scale_row(":mean", [value, value]), "numel": 1} for value in (1.0, 8.0))
+    assert std_change(one, other) == 3.0

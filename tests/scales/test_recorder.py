@@ -755,6 +755,12 @@ class TestRecord:
         ]
 
 
+def test_what_is_no_module_is_told():
+    with pytest.raises(ConfigError, match=r"track_scales.model: got list; expected an nn.Module"):
+        with track_scales([nn.Linear(2, 2)]):
+            pass
+
+
 class Head(nn.Module):
     """A head in the manner of detectors: its loss is a method that calls it."""
 
