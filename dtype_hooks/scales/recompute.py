@@ -93,9 +93,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
+
+
 def is_recomputed() -> bool:
     """Whether checkpointing that is not reentrant runs a part of the forward again in this thread."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = None if _top_hooks is None else _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

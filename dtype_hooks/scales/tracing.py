@@ -279,7 +279,8 @@ class DeepTracer(fx.Tracer):
 
 def _regions() -> dict[str, Any]:
     """The regions that an op run now would be in: what each is called, and its state."""
-    accelerator = torch.accelerator.current_accelerator()
+    # Before torch 2.7 asking for an accelerator that is not there is an error.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = {"cpu", accelerator.type if accelerator else "cpu"}
     return {
         _AUTOCAST: {
