@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_left
 from operator import itemgetter
+from types import FrameType
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -93,13 +95,28 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def is_recomputed() -> bool:
     """Whether checkpointing that is not reentrant runs a part of the forward again in this thread."""
-    hooks = None if _top_hooks is None else _top_hooks(True)
+    if _top_hooks is None:  # torch 2.6 cannot be asked
+        return in_backward() and _unpacks()
+    hooks = _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _unpacks() -> bool:
+    """Whether a frame of this thread is the function by which checkpointing gets at what it has not saved."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "unpack_hook"
+            and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def backward_node() -> tuple[int, int]:
