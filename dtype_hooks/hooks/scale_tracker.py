@@ -42,7 +42,8 @@ class ScaleTracker(Hook):
     """Record the scale of every intermediate tensor of a run, forward and backward, every ``interval`` iterations.
 
     In a recorded iteration the model's ``train_step`` runs inside :class:`~dtype_hooks.scales.recorder.Recorder` (see
-    :func:`dtype_hooks.track_scales` for what is seen and how tensors are named); between them nothing of it is in place.
+    :func:`dtype_hooks.track_scales` for what is seen and how tensors are named); between them nothing of it is in place. Finite
+    results of one element that need no gradient are not kept.
 
     **Changes the numbers of training**: no, bit for bit. A compiled model runs eagerly in recorded iterations.
 

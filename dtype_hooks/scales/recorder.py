@@ -56,8 +56,8 @@ def track_scales(
     """Record the scale of every floating tensor that ``model`` makes in this block, and of its gradient.
 
     No tracing, and no change to the model: what runs in the block runs as it would without, bit for bit. Each result of
-    a torch function is named after the module that called it, the function, and how often that module has called it
-    before in this block: ``blocks.0.attn:softmax``, ``blocks.0.attn:softmax.1``, and ``attn:chunk[2]`` for one of several
+    a torch function is named after the module whose method called it (``forward`` or any other: ``self.head.loss(x)`` is the
+    head's), the function, and how often that module has called it before in this block: ``blocks.0.attn:softmax``, ``blocks.0.attn:softmax.1``, and ``attn:chunk[2]`` for one of several
     results. What the model is called with is ``:input[0]``, ``:input[mask]``; the parameters are ``blocks.0.norm.weight``.
 
     **What is seen**: every function of torch and ``torch.nn.functional`` that is called with the block's thread or inside
@@ -70,10 +70,10 @@ def track_scales(
     functorch transform, uninitialised memory (``torch.empty``), and what runs inside a scripted function or a C++ extension,
     of which the module's next function shows the result. Also: parameters that are made in the block (lazy modules), what
     hooks call in a backward, losses in an optimizer's closure, dataclasses that the model is called with, and what becomes
-    part of a ``torch.jit.trace`` or a CUDA graph. A module whose ``forward`` is called directly counts as its caller.
+    part of a ``torch.jit.trace`` or a CUDA graph.
 
-    **Gradients** are those that reach the tensor, summed over its uses, before a hook of yours changes them. Where the block runs several backward passes over
-    one tensor, their values are pooled. A parameter's is its ``.grad`` after the block's last backward that changed it:
+    **Gradients** are those that reach the tensor, summed over its uses, before a hook of yours changes them. Where the block
+    runs several backward passes over one tensor, their values are pooled. A parameter's is its ``.grad`` after the block's last backward that changed it:
     reduced over ranks, summed over what was accumulated before; where a hook uses it up in the backward, as it was before
     the hook. With loss scaling they are scaled.
 
