@@ -77,6 +77,7 @@ class SharedScaler:
         consecutive_skips: Iterations in a row, up to now, in which one was.
         updates: What has happened since somebody took these out.
         without_state: Whether a loaded optimizer state held no scaler's.
+        with_state: Whether one did.
         driven: Whether somebody calls :meth:`end_iteration`. Copies and pickles go on by themselves, a step at a time.
     """
 
@@ -89,6 +90,7 @@ class SharedScaler:
     consecutive_skips: int = 0
     updates: list[Update] = field(default_factory=list)
     without_state: bool = False
+    with_state: bool = False
     driven: bool = True
     in_backward: int = 0
     _steps: list[Step] = field(default_factory=list)
@@ -156,7 +158,7 @@ class SharedScaler:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over a state; None or an empty one, of a run without loss scaling, leaves the fresh scaler."""
-        self.without_state = not state
+        self.without_state, self.with_state = not state, bool(state)
         if not state:
             return
         self.flush()

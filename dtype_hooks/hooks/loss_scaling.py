@@ -155,6 +155,9 @@ class LossScaling:
         if self._loaded is not None and runner.iter > 0:  # resumed, not only the weights loaded
             self.shared.load_state_dict(self._loaded)
             self._loaded = None
+        if self.shared.with_state:
+            self.shared.with_state = False
+            runner.logger.info(f"AutocastHook: loss scale {self.shared.scale:g}, from the checkpoint")
         if self.shared.without_state:
             self.shared.without_state = False
             runner.logger.warning(

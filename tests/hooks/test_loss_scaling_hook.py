@@ -713,6 +713,7 @@ class TestState:
         assert first == second
         assert same_bits(weights(straight.model), weights(moved.model))
         assert not lines(moved, "starts afresh")
+        assert len(lines(moved, ", from the checkpoint")) == (reader == "ours")
 
     def test_a_run_without_loss_scaling_reads_the_checkpoint_of_one_with_it(self, tmp_path):
         self.saved(tmp_path / "first", **self.wrappers()["ours"])
