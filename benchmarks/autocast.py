@@ -14,7 +14,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from turns import begin, ratios
 
 import dtype_hooks  # noqa: F401  registers the hooks
 
@@ -75,12 +75,8 @@ class Training:
             experiment_name=name,
             log_level="ERROR",
         )
-        runner = self.runner
-        runner._train_loop = runner.build_train_loop(runner._train_loop)
-        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        runner.call_hook("before_run")
-        runner.call_hook("before_train")
-        runner.model.train()
+        begin(self.runner)
+        self.model = self.runner.model
 
     def run(self, iterations: int) -> float:
         """Train and return seconds of CPU time an iteration."""
@@ -88,18 +84,6 @@ class Training:
         for _ in range(iterations):
             self.runner.train_loop.run_iter(self.batch)
         return (time.thread_time() - start) / iterations
-
-
-def ratios(one: Training, other: Training, blocks: int, iterations: int) -> Iterator[float]:
-    """``other / one``, one a block; who begins alternates."""
-    for training in (one, other):
-        training.run(iterations)
-    for block in range(blocks):
-        order = (one, other) if block % 2 else (other, one)
-        seconds = {id(training): training.run(iterations) for training in order}
-        yield seconds[id(other)] / seconds[id(one)]
-    for a, b in zip(one.runner.model.parameters(), other.runner.model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mmengine.optim import OptimWrapper
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from turns import ratios
 
 from dtype_hooks.core.loss_scaling import LossScale, LossScaler
 from dtype_hooks.core.shared_scaler import SharedScaler
@@ -86,18 +87,6 @@ class Training:
             self.wrapper.update_params(loss)
             self.end()
         return (time.thread_time() - start) / iterations
-
-
-def ratios(one: Training, other: Training, blocks: int, iterations: int) -> Iterator[float]:
-    """``other / one``, one a block; who begins alternates."""
-    for training in (one, other):
-        training.run(iterations)
-    for block in range(blocks):
-        order = (one, other) if block % 2 else (other, one)
-        seconds = {id(training): training.run(iterations) for training in order}
-        yield seconds[id(other)] / seconds[id(one)]
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def main() -> None:
