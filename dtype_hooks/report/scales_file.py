@@ -41,11 +41,6 @@ def read_run(run_or_file: str | Path) -> list[Row]:
     return join(read_rows(path) for path in find_files(run_or_file))
 
 
-def find_file(run_or_file: str | Path) -> Path:
-    """Return the newest file of :func:`find_files`."""
-    return find_files(run_or_file)[-1]
-
-
 def find_files(run_or_file: str | Path) -> list[Path]:
     """Return the scales files of a run, the oldest first.
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from dtype_hooks.errors import ConfigError
 from dtype_hooks.report.scales_file import (
-    find_file,
     find_files,
     formats_of,
     iterations,
@@ -110,7 +109,6 @@ def test_a_file_a_log_dir_and_a_work_dir_are_found(tmp_path):
 
     assert find_files(first) == find_files(first.parent) == [first]
     assert find_files(tmp_path) == [first, last]
-    assert find_file(str(tmp_path)) == last
 
 
 def test_what_holds_no_scales_is_refused_and_the_nearest_name_is_said(tmp_path):
