@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from mmengine.dist import is_main_process
+
 from dtype_hooks.hooks.ranks import gather_from_ranks
 from dtype_hooks.hooks.recorded_step import GradientScale
 from dtype_hooks.scales.record import SCHEMA, Entry
@@ -83,12 +85,15 @@ def sampled(
 def merge_ranks(mine: list[Sampled]) -> list[Sampled]:
     """All ranks' activations by key, in the order of rank 0, then what others have besides; parameters are rank 0's.
 
-    A collective. Ranks may have run different parts of the model.
+    A collective, of which rank 0 alone gets the result. Ranks may have run different parts of the model.
     """
     parameters = [each for each in mine if each.columns["kind"] == "parameter"]
     others = [each for each in mine if each.columns["kind"] != "parameter"]
+    gathered = gather_from_ranks(others)
+    if not is_main_process():
+        return []
     merged: dict[tuple[str, str], Sampled] = {}
-    for _, each in gather_from_ranks(others):
+    for _, each in gathered:
         held = merged.get(each.key)
         merged[each.key] = each if held is None else held.merged(each)
     return _in_order([*parameters, *merged.values()])

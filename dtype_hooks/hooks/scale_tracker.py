@@ -245,7 +245,7 @@ class ScaleTracker(Hook):
         iteration, of_gradients = runner.iter + 1, scale.read()
         read = list(recorder.scales.statistics())
         merged = merge_ranks(sampled(read, of_gradients))
-        rows = [each.as_row(iteration) for each in merged] if is_main_process() else []
+        rows = [each.as_row(iteration) for each in merged]
         if is_main_process():
             self._write(runner, iteration, rows)
         self._samples += 1

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtype_hooks.core.number_formats import DEFAULT_FORMATS, NumberFormat, resolve_formats
 from dtype_hooks.core.selection import Selection
+from dtype_hooks.core.validation import as_bool, as_choice
 from dtype_hooks.errors import ConfigError
 from dtype_hooks.scales.callers import method_place
 from dtype_hooks.scales.known import KnownGradient, KnownTensors
@@ -57,8 +58,9 @@ def track_scales(
 
     No tracing, and no change to the model: what runs in the block runs as it would without, bit for bit. Each result of
     a torch function is named after the module whose method called it (``forward`` or any other: ``self.head.loss(x)`` is the
-    head's), the function, and how often that module has called it before in this block: ``blocks.0.attn:softmax``, ``blocks.0.attn:softmax.1``, and ``attn:chunk[2]`` for one of several
-    results. What the model is called with is ``:input[0]``, ``:input[mask]``; the parameters are ``blocks.0.norm.weight``.
+    head's), the function, and how often that module has called it before in this block: ``blocks.0.attn:softmax``,
+    ``blocks.0.attn:softmax.1``, and ``attn:chunk[2]`` for one of several results. What the model is called with is
+    ``:input[0]``, ``:input[mask]``; the parameters are ``blocks.0.norm.weight``.
 
     **What is seen**: every function of torch and ``torch.nn.functional`` that is called with the block's thread or inside
     a module of the model in any thread; in-place functions and ``z[i] = v`` by what they leave; views; each output of a
@@ -73,8 +75,8 @@ def track_scales(
     part of a ``torch.jit.trace`` or a CUDA graph.
 
     **Gradients** are those that reach the tensor, summed over its uses, before a hook of yours changes them. Where the block
-    runs several backward passes over one tensor, their values are pooled. A parameter's is its ``.grad`` after the block's last backward that changed it:
-    reduced over ranks, summed over what was accumulated before; where a hook uses it up in the backward, as it was before
+    runs several backward passes over one tensor, their values are pooled. A parameter's is its ``.grad`` after the block's
+    last backward that changed it: reduced over ranks, summed over what was accumulated before; where a hook uses it up in the backward, as it was before
     the hook. With loss scaling they are scaled.
 
     Args:
@@ -118,16 +120,14 @@ def track_scales(
         raise ConfigError(
             f"{where}.model: got {type(model).__name__}; expected an nn.Module. Pass the model itself."
         )
-    if level not in LEVELS:
-        raise ConfigError(f"{where}.level: got {level!r}; expected one of {', '.join(map(repr, LEVELS))}.")
     selection = Selection.make(patterns, class_patterns, exclude, where)
     recorder = Recorder(
         Places.make(model, selection, where),
-        level=level,
+        level=as_choice(level, LEVELS, f"{where}.level"),
         formats=resolve_formats(formats, f"{where}.formats"),
-        backward=backward,
-        parameters=parameters,
-        only_std=only_std,
+        backward=as_bool(backward, f"{where}.backward"),
+        parameters=as_bool(parameters, f"{where}.parameters"),
+        only_std=as_bool(only_std, f"{where}.only_std"),
     )
     with recorder:
         yield recorder.scales

@@ -635,6 +635,7 @@ class TestParts:
         ("arguments", "message"),
         [
             ({"level": "ops"}, "track_scales.level: got 'ops'; expected one of 'functions', 'aten'"),
+            ({"backward": "no"}, "track_scales.backward: got 'no'; expected True or False"),
             ({"formats": ["float61"]}, "track_scales.formats"),
             ({"patterns": ["("]}, "track_scales.patterns"),
         ],
